@@ -1,0 +1,1 @@
+"""Checkpoint surgery: the standard library, numpy, torch and safetensors, nothing else."""

@@ -1,0 +1,1 @@
+"""Traces and code in, token ids with loss masks out."""

@@ -1,0 +1,1 @@
+"""A Hub-ready folder from a grafted checkpoint and its measurements."""

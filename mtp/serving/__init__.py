@@ -1,0 +1,1 @@
+"""Serving in vLLM: the routing plugin, and measurements of a running engine."""

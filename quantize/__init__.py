@@ -1,0 +1,1 @@
+"""NVFP4 experts through nvidia-modelopt, imported only when needed."""
