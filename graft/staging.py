@@ -1,0 +1,183 @@
+"""Build a folder aside and rename it into place, so that a kill leaves no half-written output.
+
+A lock file next to the output keeps two writers apart. Because the lock is held, every staging
+folder of that name that is still there belongs to a dead run and is removed; process ids alone
+would lie across containers and after reuse.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from graft.errors import UserError
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+
+
+@contextlib.contextmanager
+def staged_folder(out: Path, *, overwrite: bool, sources: Iterable[Path] = ()) -> Iterator[Path]:
+    """Yield an empty hidden folder beside `out`; on success it becomes `out`, else it is removed.
+
+    Args:
+        out: the folder to make.
+        overwrite: replace an existing `out`. The old one stays until the new one is complete.
+        sources: folders that are read; `out` may not be one of them, inside one, or around one.
+
+    Raises:
+        UserError: for an `out` that may not be written, or that another run is writing.
+    """
+    out = Path(out)
+    check_output(out, overwrite=overwrite, sources=sources)
+    parent, name = out.parent.resolve(), out.name
+    made_parents = [p for p in (parent, *parent.parents) if not p.exists()]
+    finished = False
+    try:
+        _make_parent(parent)
+        with _locked(parent / f".{name}.lock", out):
+            _clean_up(parent, name)
+            # Another run may have made it between the first look and the lock.
+            check_output(out, overwrite=overwrite, sources=sources)
+            staging = parent / f".{name}.staging-{os.getpid()}"
+            staging.mkdir()
+            try:
+                yield staging
+                _sync_tree(staging)
+                _put_in_place(staging, parent / name)
+                finished = True
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
+    finally:
+        if not finished:
+            with contextlib.suppress(OSError):
+                for made in made_parents:
+                    made.rmdir()
+
+
+def check_output(out: Path, *, overwrite: bool, sources: Iterable[Path] = ()) -> None:
+    """Refuse an output folder that may not be written, before any work is done.
+
+    Raises:
+        UserError: `out` exists without `overwrite`, is a link or a file, holds the working
+            directory, or is equal to, inside or around one of `sources`.
+    """
+    out = Path(out)
+    if out.name in ("", ".."):
+        raise UserError("an output folder with a name", f"'{out}'", "name a new folder with --out")
+    real = out.resolve()
+    for source in map(Path, sources):
+        source_real = source.resolve()
+        if real == source_real or source_real in real.parents or real in source_real.parents:
+            raise UserError(
+                f"an output folder apart from the input {source}",
+                f"{out}, which is equal to it, inside it or around it",
+                "choose another --out; inputs are never written to",
+            )
+    if out.is_symlink():
+        raise UserError("a plain output folder", f"{out}, a link", "name the folder itself")
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise UserError("an output folder", f"the file {out}", "choose another --out")
+    if not overwrite:
+        raise UserError(
+            "an output folder that does not exist",
+            f"{out}, which exists",
+            "choose another --out, or pass --overwrite to replace it",
+        )
+    if real == Path.cwd() or real in Path.cwd().parents:
+        raise UserError(
+            "an output folder to replace",
+            f"{out}, which holds the working directory",
+            "choose another --out",
+        )
+
+
+def _make_parent(parent: Path) -> None:
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"a folder {parent} that can be made", str(error), "choose another --out"
+        ) from error
+
+
+@contextlib.contextmanager
+def _locked(lock: Path, out: Path) -> Iterator[None]:
+    while True:
+        try:
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise UserError(
+                f"a folder {lock.parent} that can be written", str(error), "choose another --out"
+            ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise UserError(
+                f"no other run writing {out}", "one that holds its lock", "wait for it to end"
+            ) from error
+        # The previous holder removes the file on its way out: a lock on a removed file is none.
+        try:
+            if os.stat(lock).st_ino == os.fstat(descriptor).st_ino:
+                break
+        except FileNotFoundError:
+            pass
+        os.close(descriptor)
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _clean_up(parent: Path, name: str) -> None:
+    """Remove what killed runs left; bring an old output back that was moved aside."""
+    previous = parent / f".{name}.previous"
+    if previous.exists() and not (parent / name).exists():
+        previous.rename(parent / name)
+    shutil.rmtree(previous, ignore_errors=True)
+    prefix = f".{name}.staging-"
+    for left_over in parent.iterdir():
+        if left_over.name.startswith(prefix) and left_over.name[len(prefix) :].isdigit():
+            shutil.rmtree(left_over)
+
+
+def _put_in_place(staging: Path, out: Path) -> None:
+    if not out.exists():
+        staging.rename(out)
+    elif not _exchange(staging, out):
+        previous = out.parent / f".{out.name}.previous"
+        out.rename(previous)
+        staging.rename(out)
+        shutil.rmtree(previous)
+    _sync(out.parent)
+
+
+def _exchange(left: Path, right: Path) -> bool:
+    """Swap two folders in one step (Linux renameat2); False where the system can't."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    return rename is not None and not rename(
+        AT_FDCWD, os.fsencode(left), AT_FDCWD, os.fsencode(right), RENAME_EXCHANGE
+    )
+
+
+def _sync_tree(folder: Path) -> None:
+    for root, _, files in os.walk(folder):
+        for name in files:
+            _sync(Path(root, name))
+        _sync(Path(root))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
