@@ -125,7 +125,7 @@ def _locked(lock: Path, out: Path) -> Iterator[None]:
             ) from error
         # The previous holder removes the file on its way out: a lock on a removed file is none.
         try:
-            if os.stat(lock).st_ino == os.fstat(descriptor).st_ino:
+            if lock.stat().st_ino == os.fstat(descriptor).st_ino:
                 break
         except FileNotFoundError:
             pass

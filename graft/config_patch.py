@@ -1,0 +1,80 @@
+"""Edits of config.json and hf_quant_config.json. Nothing is removed, both lists stay identical."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from graft.formats import NVFP4_BLOCK
+from graft.layout import count_key
+
+
+def with_layer_count(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """The config with the number of MTP layers where the family keeps it."""
+    patched = copy.deepcopy(dict(config))
+    key = count_key(config)
+    nested = patched.get("text_config")
+    if isinstance(nested, dict):
+        nested[key] = num_layers
+    if not isinstance(nested, dict) or key in patched:
+        patched[key] = num_layers
+    return patched
+
+
+def nvfp4_blocks(
+    ignore: list[str], producer: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """modelopt's two NVFP4 blocks: for config.json, and the whole of hf_quant_config.json."""
+    numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": NVFP4_BLOCK}
+    block = {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": numbers,
+                "input_activations": dict(numbers),
+            }
+        },
+        "ignore": list(ignore),
+        "producer": dict(producer),
+    }
+    file = {
+        "producer": dict(producer),
+        "quantization": {
+            "quant_algo": "NVFP4",
+            "kv_cache_quant_algo": None,
+            "group_size": NVFP4_BLOCK,
+            "exclude_modules": list(ignore),
+        },
+    }
+    return block, file
+
+
+def with_ignore(
+    block: Mapping[str, Any] | None, file: Mapping[str, Any] | None, ignore: list[str]
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The base's own blocks with another exclusion list, each where it exists."""
+    new_block = {**block, "ignore": list(ignore)} if block else None
+    new_file = None
+    if file:
+        inner = {**file.get("quantization", {}), "exclude_modules": list(ignore)}
+        new_file = {**file, "quantization": inner}
+    return new_block, new_file
+
+
+def differences(old: Any, new: Any, path: str = "") -> list[str]:
+    """Say in words where two JSON values differ."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        found = []
+        for key in sorted(old.keys() | new.keys()):
+            where = f"{path}.{key}" if path else key
+            if key not in old:
+                found.append(f"{where}: added {new[key]!r}")
+            elif key not in new:
+                found.append(f"{where}: removed")
+            else:
+                found += differences(old[key], new[key], where)
+        return found
+    return [] if old == new else [f"{path}: {old!r} -> {new!r}"]
