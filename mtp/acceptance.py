@@ -1,0 +1,210 @@
+"""What vLLM will measure, offline: a replay of greedy speculative decoding.
+
+The base continues each prompt greedily. On that text the chain is run once over the whole window,
+which gives the draft of every step at every start; under greedy decoding a draft only counts
+when all before it were right, so each step's inputs are the base's own tokens and the replay is
+exact. Drafting starts where it would: at the end of the prompt, then a+1 tokens further, a being
+the number just accepted.
+
+Definitions (those of vLLM's counters): acceptance at position k is accepted at k / drafts, so it
+is cumulative; conditional acceptance is given that all before were accepted; mean accepted is
+accepted tokens / drafts, without the bonus token; acc-len is 1 + mean accepted; the draft
+acceptance rate is accepted / drafted tokens. One "draft" is one round of K drafted tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from graft.reader import Checkpoint
+from mtp.data.prompts import Prompt, evaluation_prompts
+from mtp.head import MTPHead, load_head, open_head
+from mtp.progress import track
+from mtp.recipe import EvalRecipe
+from mtp.teacher import Teacher
+
+SCHEMA_VERSION = 1
+
+
+@dataclass
+class AcceptanceCounts:
+    """Counters as vLLM keeps them, for K positions."""
+
+    num_positions: int
+    num_drafts: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.accepted_per_position = self.accepted_per_position or [0] * self.num_positions
+
+    def add_draft(self, num_accepted: int) -> None:
+        """Count one round of which the first `num_accepted` tokens were accepted."""
+        self.num_drafts += 1
+        for position in range(num_accepted):
+            self.accepted_per_position[position] += 1
+
+    def merge(self, other: AcceptanceCounts) -> None:
+        self.num_drafts += other.num_drafts
+        for position, count in enumerate(other.accepted_per_position):
+            self.accepted_per_position[position] += count
+
+    def as_dict(self) -> dict[str, Any]:
+        """The metrics of the module's docstring, with the counters they come from."""
+        drafts = max(self.num_drafts, 1)
+        cumulative = [count / drafts for count in self.accepted_per_position]
+        before = [self.num_drafts, *self.accepted_per_position[:-1]]
+        conditional = [
+            count / previous if previous else 0.0
+            for count, previous in zip(self.accepted_per_position, before, strict=True)
+        ]
+        mean_accepted = sum(cumulative)
+        return {
+            "num_drafts": self.num_drafts,
+            "num_draft_tokens": self.num_drafts * self.num_positions,
+            "accepted_per_position": list(self.accepted_per_position),
+            "cumulative": cumulative,
+            "conditional": conditional,
+            "mean_accepted": mean_accepted,
+            "acc_len": 1 + mean_accepted,
+            "acc_rate": mean_accepted / self.num_positions,
+        }
+
+
+def replay(
+    drafts: Sequence[Sequence[int]],
+    tokens: Sequence[int],
+    prompt_length: int,
+    num_tokens: int,
+    end_tokens: frozenset[int] = frozenset(),
+) -> AcceptanceCounts:
+    """Replay greedy speculative decoding of one continuation.
+
+    Args:
+        drafts: K sequences; drafts[k][p] is step k's draft when drafting starts at position p,
+            its guess of token p+k+2.
+        tokens: prompt and greedy continuation; long enough that every draft made can be checked
+            (num_tokens + K beyond the prompt).
+        prompt_length: tokens of the prompt.
+        num_tokens: generated tokens after which the request ends (vLLM's max_tokens).
+        end_tokens: a request also ends once one of these was generated.
+
+    Returns:
+        The counters. As in vLLM, a last round counts what it accepted even past the end.
+    """
+    counts = AcceptanceCounts(len(drafts))
+    start = prompt_length - 1
+    generated = 1  # the prompt's own forward pass yields one token
+    while generated < num_tokens and not end_tokens.intersection(
+        tokens[prompt_length : prompt_length + generated]
+    ):
+        accepted = 0
+        while accepted < len(drafts) and (
+            drafts[accepted][start] == tokens[start + accepted + 2]
+        ):
+            accepted += 1
+        counts.add_draft(accepted)
+        start += accepted + 1
+        generated += accepted + 1
+    return counts
+
+
+@torch.no_grad()
+def draft_tokens(
+    teacher: Teacher, head: MTPHead, tokens: Sequence[int], num_steps: int
+) -> list[list[int]]:
+    """Drafts of every step at every start of one sequence: element [k][p] guesses token p+k+2."""
+    ids = torch.tensor([list(tokens)], device=teacher.device)
+    dtype = next(head.parameters()).dtype
+    outputs = head.chain(
+        teacher.hidden(ids).to(dtype), teacher.embed(ids).to(dtype), num_steps=num_steps
+    )
+    lm_head = teacher.lm_head.to(dtype)
+    return [F.linear(output[0], lm_head).argmax(-1).tolist() for output in outputs]
+
+
+@dataclass(frozen=True)
+class Continuations:
+    """Prompts and the base's greedy continuations, shared by every head that is compared."""
+
+    prompts: list[Prompt]
+    continuations: list[list[int]]
+    num_tokens: int
+    end_tokens: frozenset[int]
+
+
+def continue_prompts(
+    teacher: Teacher, prompts: list[Prompt], num_tokens: int, num_steps: int
+) -> Continuations:
+    """Let the base continue the prompts, far enough to check every draft."""
+    configured = teacher.model.generation_config.eos_token_id
+    end_tokens = configured if isinstance(configured, list) else [configured]
+    return Continuations(
+        prompts,
+        teacher.continue_greedily([p.token_ids for p in prompts], num_tokens + num_steps + 1),
+        num_tokens,
+        frozenset(token for token in end_tokens if token is not None),
+    )
+
+
+def measure(
+    teacher: Teacher, head: MTPHead, text: Continuations, *, num_steps: int | None = None
+) -> dict[str, Any]:
+    """Acceptance of a head on the base's own continuations.
+
+    Args:
+        teacher: the base.
+        head: the draft head, on the teacher's device.
+        text: from `continue_prompts`.
+        num_steps: tokens drafted a round; K when not given.
+
+    Returns:
+        Overall metrics, with the same by category under "by_category".
+    """
+    steps = num_steps or head.num_layers
+    head.eval()
+    total = AcceptanceCounts(steps)
+    by_category: dict[str, AcceptanceCounts] = {}
+    pairs = list(zip(text.prompts, text.continuations, strict=True))
+    for prompt, continuation in track(pairs, "replaying speculative decoding", unit="prompt"):
+        tokens = [*prompt.token_ids, *continuation]
+        counts = replay(
+            draft_tokens(teacher, head, tokens, steps),
+            tokens,
+            len(prompt.token_ids),
+            text.num_tokens,
+            text.end_tokens,
+        )
+        total.merge(counts)
+        by_category.setdefault(prompt.category, AcceptanceCounts(steps)).merge(counts)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "num_prompts": len(text.prompts),
+        "num_tokens": text.num_tokens,
+        "runtime": "routed",
+        **total.as_dict(),
+        "by_category": {name: counts.as_dict() for name, counts in sorted(by_category.items())},
+    }
+
+
+def evaluate(
+    base: Path, head_folder: Path, data: Path, recipe: EvalRecipe, *, device: str = "auto"
+) -> dict[str, Any]:
+    """`mtp eval`: acceptance of a head folder on held-out prompts.
+
+    Raises:
+        UserError: a broken folder, or a head that was trained on another base.
+    """
+    open_head(head_folder, Checkpoint(base))
+    teacher = Teacher.load(base, device=device)
+    head = load_head(head_folder).to(teacher.device)
+    prompts = evaluation_prompts(
+        data, num_prompts=recipe.num_prompts, max_prompt_tokens=recipe.max_prompt_tokens
+    )
+    text = continue_prompts(teacher, prompts, recipe.num_tokens, head.num_layers)
+    return measure(teacher, head, text)

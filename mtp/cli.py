@@ -1,0 +1,243 @@
+"""The `mtp` command: thin commands over the packages, heavy imports inside them.
+
+Exit codes: 0 success, 1 a broken input, a refused request or a failed check, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from graft.errors import UserError
+from mtp import __version__
+
+app = typer.Typer(
+    name="mtp",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Train a multi-layer MTP head for the model you serve, graft it in, prove that it runs.",
+)
+data_app = typer.Typer(no_args_is_help=True, help="Traces and code in, training rows out.")
+nano_app = typer.Typer(no_args_is_help=True, help="The demo's small base and its training text.")
+release_app = typer.Typer(no_args_is_help=True, help="A Hub-ready folder.")
+app.add_typer(data_app, name="data")
+app.add_typer(nano_app, name="nano")
+app.add_typer(release_app, name="release")
+
+Base = Annotated[Path, typer.Option("--base", help="The base model's folder.")]
+Data = Annotated[Path, typer.Option("--data", help="Folder of `mtp data prepare`.")]
+Head = Annotated[Path, typer.Option("--head", help="The head's folder.")]
+Out = Annotated[Path, typer.Option("--out", help="Folder to write.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing --out.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="TOML recipe; see recipes/.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1 ...")]
+Report = Annotated[Path | None, typer.Option("--report", help="Also write the JSON here.")]
+
+
+def main() -> None:
+    """Run the command; a user's mistake is one line on stderr and exit code 1."""
+    try:
+        app()
+    except UserError as error:
+        print(f"mtp: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("mtp: interrupted; nothing half-written was left behind", file=sys.stderr)
+        sys.exit(130)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"mtp-graft {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _global_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _emit(result: dict[str, Any], as_json: bool, report: Path | None, table: Any) -> None:
+    if report is not None:
+        report.parent.mkdir(parents=True, exist_ok=True)
+        report.write_text(json.dumps(result, indent=1) + "\n")
+    if as_json:
+        print(json.dumps(result, indent=1))
+    else:
+        from rich.console import Console
+
+        Console().print(table)
+
+
+@data_app.command("prepare")
+def data_prepare(
+    base: Base,
+    source: Annotated[list[Path], typer.Option(help="A file or folder; may be repeated.")],
+    out: Out,
+    max_length: Annotated[int, typer.Option(help="Longest row, in tokens.")] = 4096,
+    held_out_percent: Annotated[int, typer.Option(help="Conversations kept out.")] = 5,
+    max_skip: Annotated[float, typer.Option(help="Share of broken rows that fails the run.")] = 0.01,
+    seed: Annotated[int, typer.Option(help="Seed of the split.")] = 0,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Render conversations and code with the base's tokenizer, and mask what is supervised.
+
+    Example: mtp data prepare --base base --source traces.jsonl --source src/ --out data
+    """
+    from mtp.data.prepare import prepare
+
+    report = prepare(
+        base,
+        source,
+        out,
+        max_length=max_length,
+        held_out_percent=held_out_percent,
+        seed=seed,
+        max_skip=max_skip,
+        overwrite=overwrite,
+    )
+    print(json.dumps(report.as_dict(), indent=1) if as_json else report.as_text())
+
+
+@app.command("train")
+def train_command(
+    base: Base,
+    data: Data,
+    out: Out = Path("head"),
+    recipe: RecipeFile = None,
+    device: Device = "auto",
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Distil a head from the base.
+
+    Example: mtp train --base base --data data --out head --recipe recipes/nano/recipe.toml
+    """
+    from mtp.recipe import load_recipe
+    from mtp.tables import acceptance_table
+    from mtp.train import train
+
+    summary = train(base, data, out, load_recipe(recipe), device=device, overwrite=overwrite)
+    title = f"{out}: {summary['tokens']} tokens in {summary['seconds']:.0f} s"
+    rows = [("warm start", summary["before"]), ("trained", summary["after"])]
+    _emit(summary, as_json, None, acceptance_table(rows, title))
+
+
+@app.command("eval")
+def eval_command(
+    base: Base,
+    data: Data,
+    head: Head = Path("head"),
+    recipe: RecipeFile = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+    report: Report = None,
+) -> None:
+    """Predict what vLLM will measure: replay speculative decoding on held-out prompts.
+
+    Example: mtp eval --base base --head head --data data --report eval.json
+    """
+    from mtp.acceptance import evaluate
+    from mtp.recipe import load_recipe
+    from mtp.tables import acceptance_table
+
+    metrics = evaluate(base, head, data, load_recipe(recipe).eval, device=device)
+    rows = [("all", metrics), *metrics["by_category"].items()]
+    _emit(metrics, as_json, report, acceptance_table(rows, f"{head}, predicted, routed"))
+
+
+@app.command("quantize")
+def quantize_command(
+    head: Head = Path("head"),
+    base: Annotated[Path | None, typer.Option(help="The base; its states calibrate.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder of `mtp data prepare`.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("head-nvfp4"),
+    dequantize: Annotated[bool, typer.Option("--dequantize", help="NVFP4 head to BF16.")] = False,
+    recipe: RecipeFile = None,
+    device: Device = "auto",
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+    report: Report = None,
+) -> None:
+    """Quantize a head's routed experts to NVFP4, with acceptance before and after.
+
+    Example: mtp quantize --head head --base base --data data --out head-nvfp4
+    """
+    from mtp.recipe import load_recipe
+    from mtp.tables import acceptance_table
+    from quantize import experts
+
+    if dequantize:
+        experts.dequantize(head, out, overwrite=overwrite)
+        print(f"{out}: BF16 twin of {head}")
+        return
+    if base is None or data is None:
+        raise typer.BadParameter("--base and --data are needed to calibrate and to measure")
+    result = experts.quantize(
+        head, base, data, out, load_recipe(recipe), device=device, overwrite=overwrite
+    )
+    title = f"{out}: {result['bytes_before']} -> {result['bytes_after']} bytes"
+    rows = [("BF16", result["before"]), ("NVFP4 experts", result["after"])]
+    _emit(result, as_json, report, acceptance_table(rows, title))
+
+
+@app.command("graft")
+def graft_command(
+    base: Base,
+    out: Out,
+    head: Head = Path("head"),
+    allow_mismatch: Annotated[
+        bool, typer.Option("--allow-mismatch", help="Graft a head trained on another base.")
+    ] = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a new checkpoint: the base's shards untouched, and the head in one more.
+
+    Example: mtp graft --base base --head head-nvfp4 --out grafted
+    """
+    from graft.plan import plan_graft
+    from graft.writer import write_graft
+
+    plan = plan_graft(base, head, out=out, allow_mismatch=allow_mismatch)
+    result = write_graft(plan, out, overwrite=overwrite, tool=f"mtp-graft {__version__}")
+    print(json.dumps(result.as_dict(), indent=1) if as_json else result.as_text())
+
+
+@app.command("verify")
+def verify_command(
+    checkpoint: Annotated[Path, typer.Argument(help="The grafted folder.")],
+    base: Annotated[Path | None, typer.Option("--base", help="The base it was made from.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Reopen a grafted checkpoint and prove it: base bytes, head, scales, index, config.
+
+    Example: mtp verify grafted --base base
+    """
+    from graft.verify import verify_graft
+    from mtp.serving.routing import routing_in_words
+
+    report = verify_graft(checkpoint, base)
+    routing = routing_in_words()
+    if as_json:
+        print(json.dumps({**report.as_dict(), "routing": routing}, indent=1))
+    else:
+        print(report.as_text())
+        print(routing)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,297 @@
+"""The MTP head: K distinct decoder layers, chained over the whole window.
+
+Module k at position i reads module k-1's hidden state at i (for k = 0 the base's hidden state
+after its final norm) and the embedding of token i+k+1. It predicts token i+k+2. Positions stay i;
+only the token ids shift. `fc`, the two input norms and `norm` are shared by all modules; the
+embedding and `lm_head` are the base's and are not part of the head.
+
+That is what vLLM's multi-module speculator executes when every step runs its own layer, so it is
+what is trained. Source: vLLM `qwen3_5_mtp.py` and `multi_module_mtp/speculator.py`
+(docs/serving.md tells the story).
+
+The decoder layer itself is transformers' own, so that attention, router and experts are the
+base's to the letter. Shapes below: B rows, T tokens, H hidden size, K modules.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from graft.errors import UserError
+from graft.formats import dequantize_head
+from graft.layout import base_tensor_names, fuse_experts, head_tensor_shapes
+from graft.manifest import (
+    HeadFolder,
+    base_fingerprint,
+    fingerprint_differences,
+    head_metadata,
+    write_head,
+)
+from graft.reader import Checkpoint
+
+# model_type -> transformers module and class prefix of its text decoder.
+DECODERS = {
+    "qwen3_5_moe_text": ("transformers.models.qwen3_5_moe.modeling_qwen3_5_moe", "Qwen3_5Moe"),
+    "qwen3_5_text": ("transformers.models.qwen3_5.modeling_qwen3_5", "Qwen3_5"),
+}
+
+
+class MTPHead(nn.Module):
+    """K MTP layers with shared input projection and norms.
+
+    Args:
+        text_config: the base's text configuration, as a dict from its config.json.
+        num_layers: K.
+        experts_implementation: transformers' name: "grouped_mm" is fast, "eager" is what
+            modelopt can quantize.
+
+    Raises:
+        UserError: the base's model type has no decoder here.
+    """
+
+    def __init__(
+        self,
+        text_config: dict[str, Any],
+        num_layers: int,
+        experts_implementation: str = "grouped_mm",
+    ) -> None:
+        super().__init__()
+        model_type = str(text_config.get("model_type"))
+        if model_type not in DECODERS:
+            raise UserError(
+                f"a base of type {' or '.join(DECODERS)}",
+                f"model_type {model_type!r}",
+                "choose a Qwen3.5-like base, or add its decoder to mtp/head.py",
+            )
+        module_name, prefix = DECODERS[model_type]
+        modeling = importlib.import_module(module_name)
+        self.text_config = copy.deepcopy(text_config)
+        self.config = _layer_config(modeling, prefix, text_config, num_layers)
+        self.config._experts_implementation = experts_implementation
+
+        hidden, eps = self.config.hidden_size, self.config.rms_norm_eps
+        norm_class = getattr(modeling, f"{prefix}RMSNorm")
+        layer_class = getattr(modeling, f"{prefix}DecoderLayer")
+        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
+        self.pre_fc_norm_embedding = norm_class(hidden, eps=eps)
+        self.pre_fc_norm_hidden = norm_class(hidden, eps=eps)
+        self.layers = nn.ModuleList(layer_class(self.config, k) for k in range(num_layers))
+        self.norm = norm_class(hidden, eps=eps)
+        self.rotary_emb = getattr(modeling, f"{prefix}TextRotaryEmbedding")(self.config)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def step(
+        self, k: int, hidden: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Run module k over a window: [B, T, H] hidden and embeddings, [T] positions.
+
+        Returns [B, T, H] after `norm`: what `lm_head` and module k+1 read.
+        """
+        # Embedding first: columns 0..H-1 of fc (vLLM concatenates in this order).
+        joined = torch.cat(
+            [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)], dim=-1
+        )
+        x = self.fc(joined)
+        position_ids = positions.unsqueeze(0)
+        # No mask: sdpa is causal then, and rows are padded on the right only.
+        x = self.layers[k](
+            x,
+            position_embeddings=self.rotary_emb(x, position_ids),
+            attention_mask=None,
+            position_ids=position_ids,
+        )
+        return self.norm(x)
+
+    def chain(
+        self, hidden: torch.Tensor, embeddings: torch.Tensor, num_steps: int | None = None
+    ) -> list[torch.Tensor]:
+        """Run the modules one after the other over the whole window.
+
+        Args:
+            hidden: [B, T, H] base hidden states after the final norm.
+            embeddings: [B, T, H] base embeddings of the same tokens.
+            num_steps: speculative steps; more than K start again at layer 0 (`k % K`).
+
+        Returns:
+            One [B, T-1-k, H] tensor a step; element k at position i predicts token i+k+2. Step k
+            is defined where token i+k+1 is known, hence the shorter windows.
+        """
+        outputs = []
+        length = hidden.shape[1]
+        positions = torch.arange(length, device=hidden.device)
+        for k in range(num_steps or self.num_layers):
+            window = length - 1 - k
+            if window < 1:
+                break
+            hidden = self.step(
+                k % self.num_layers,
+                hidden[:, :window],
+                embeddings[:, k + 1 :],
+                positions[:window],
+            )
+            outputs.append(hidden)
+        return outputs
+
+
+def _layer_config(modeling: Any, prefix: str, text_config: dict[str, Any], num_layers: int) -> Any:
+    """The base's configuration, with K full-attention layers."""
+    config_class = getattr(modeling, f"{prefix}TextConfig")
+    fields = {k: v for k, v in text_config.items() if k not in ("model_type", "architectures")}
+    fields["num_hidden_layers"] = num_layers
+    fields["layer_types"] = ["full_attention"] * num_layers
+    config = config_class(**fields)
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def head_from_base(base: Checkpoint, num_layers: int, warm_start: str = "auto") -> MTPHead:
+    """A head to train, in float32, initialised from the base.
+
+    Args:
+        base: the base checkpoint; `mtp.*` is read from its files, since transformers drops it.
+        num_layers: K.
+        warm_start: "native" copies the base's own MTP layer 0 to all K; "last" copies the last
+            full-attention layer, with `fc` passing embedding and hidden state on in equal
+            parts; "random"; "auto" is "native" where there is one, else "last".
+
+    Raises:
+        UserError: "native" was asked of a base that has no complete head.
+    """
+    head = MTPHead(base.text_config, num_layers).float()
+    if warm_start == "auto":
+        warm_start = "native" if base.head_names else "last"
+    if warm_start == "native":
+        state = _native_state(base, num_layers)
+        head.load_state_dict({k: v.float() for k, v in state.items()}, strict=True)
+    elif warm_start == "last":
+        _start_from_last_layer(head, base)
+    elif warm_start == "random":
+        _start_random(head)
+    else:
+        raise UserError(
+            "warm_start auto, native, last or random", repr(warm_start), "correct the recipe"
+        )
+    return head
+
+
+def _native_state(base: Checkpoint, num_layers: int) -> dict[str, torch.Tensor]:
+    """The base's MTP layer 0, repeated, in this module's names."""
+    fused = fuse_experts({name: base.load(name) for name in base.head_names})
+    wanted = head_tensor_shapes(base.text_config, 1)
+    missing = sorted(set(wanted) - set(fused))
+    if missing:
+        raise UserError(
+            f"a native MTP layer of {len(wanted)} tensors",
+            f"no {', '.join(missing)}",
+            "use warm_start = 'last'",
+        )
+    state = {}
+    for name in wanted:
+        short = name.removeprefix("mtp.")
+        if short.startswith("layers.0."):
+            for k in range(num_layers):
+                state[short.replace("layers.0.", f"layers.{k}.", 1)] = fused[name]
+        else:
+            state[short] = fused[name]
+    return state
+
+
+def _start_from_last_layer(head: MTPHead, base: Checkpoint) -> None:
+    """Copy the base's last full-attention layer to all K, and its final norm to `norm`."""
+    names = base_tensor_names(base)
+    types = base.text_config.get("layer_types") or []
+    last = max((i for i, kind in enumerate(types) if kind == "full_attention"), default=None)
+    if last is None:
+        raise UserError(
+            "a base with a full-attention layer", f"layer_types {types}", "use warm_start = 'random'"
+        )
+    prefix = f"{names.layer_prefix}{last}."
+    source = {
+        "mtp.layers.0." + n.removeprefix(prefix): base.load(n).float()
+        for n in base.names
+        if n.startswith(prefix)
+    }
+    layer = {n.removeprefix("mtp.layers.0."): t for n, t in fuse_experts(source).items()}
+    for module in head.layers:
+        module.load_state_dict(layer, strict=True)
+    with torch.no_grad():
+        size = head.config.hidden_size
+        eye = torch.eye(size)
+        head.fc.weight.copy_(torch.cat([eye, eye], dim=1) / 2**0.5)
+        head.norm.weight.copy_(base.load(names.final_norm).float())
+
+
+def _start_random(head: MTPHead) -> None:
+    std = head.config.initializer_range
+    for name, parameter in head.named_parameters():
+        if "norm" in name.rsplit(".", 2)[-2]:
+            nn.init.zeros_(parameter)
+        else:
+            nn.init.normal_(parameter, std=std)
+
+
+def save_head(
+    head: MTPHead,
+    folder: Path,
+    *,
+    base_fingerprint: dict[str, Any],
+    provenance: dict[str, Any],
+    acceptance: dict[str, Any] | None = None,
+) -> None:
+    """Write `head` as a head folder: BF16, experts fused."""
+    tensors = {f"mtp.{name}": t.to(torch.bfloat16) for name, t in head.state_dict().items()}
+    metadata = head_metadata(
+        num_layers=head.num_layers,
+        form="bf16-fused",
+        text_config=head.text_config,
+        base_fingerprint=base_fingerprint,
+        provenance=provenance,
+        acceptance=acceptance,
+    )
+    write_head(folder, tensors, metadata)
+
+
+def open_head(folder: Path, base: Checkpoint) -> HeadFolder:
+    """Open a head folder for use with `base`.
+
+    Raises:
+        UserError: no head folder, or a head that was trained on another base.
+    """
+    source = HeadFolder(folder)
+    trained_on = source.metadata["base_fingerprint"]
+    if differences := fingerprint_differences(trained_on, base_fingerprint(base)):
+        raise UserError(
+            f"a head trained on {base.folder}", "; ".join(differences), "train one on this base"
+        )
+    return source
+
+
+def load_head(folder: Path, experts_implementation: str = "grouped_mm") -> MTPHead:
+    """Read a head folder of any form into a float32 module; NVFP4 experts are dequantized.
+
+    Raises:
+        UserError: the folder is no head folder, or tensors are missing or left over.
+    """
+    source = HeadFolder(folder)
+    head = MTPHead(source.metadata["text_config"], source.num_layers, experts_implementation)
+    tensors = fuse_experts(dequantize_head(source.load_all()))
+    state = {name.removeprefix("mtp."): tensor.float() for name, tensor in tensors.items()}
+    missing = sorted(set(head.state_dict()) - set(state))
+    extra = sorted(set(state) - set(head.state_dict()))
+    if missing or extra:
+        raise UserError(
+            f"the tensors of a head of {head.num_layers} layers",
+            f"missing {missing or 'none'}, left over {extra or 'none'} in {folder}",
+            "write the head again with `mtp train` or `mtp quantize`",
+        )
+    head.float().load_state_dict(state, strict=True)
+    return head

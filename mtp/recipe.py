@@ -1,0 +1,118 @@
+"""A recipe: one TOML file, read into frozen dataclasses. Unknown keys are errors.
+
+Each default lives here and nowhere else. `recipes/` holds recipes that were run, with what they
+gave and on which hardware.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from graft.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadRecipe:
+    """num_layers: K; warm_start: auto, native, last or random (see `mtp.head.head_from_base`)."""
+
+    num_layers: int = 4
+    warm_start: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossRecipe:
+    """kl, ce: weights of the terms; position_decay: step k weighs decay**k, normalised to 1."""
+
+    kl: float = 1.0
+    ce: float = 0.1
+    position_decay: float = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRecipe:
+    """steps are optimizer steps; tokens_per_batch counts padding; the schedule is a warm-up over
+    warmup_steps, then a cosine to min_learning_rate."""
+
+    steps: int = 1000
+    tokens_per_batch: int = 8192
+    learning_rate: float = 5e-5
+    min_learning_rate: float = 0.0
+    warmup_steps: int = 30
+    weight_decay: float = 0.0
+    max_gradient_norm: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRecipe:
+    """Held-out prompts, the most tokens of each, and the tokens that the base continues."""
+
+    num_prompts: int = 64
+    max_prompt_tokens: int = 1024
+    num_tokens: int = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeRecipe:
+    """Tokens of training data that calibrate the activation scales."""
+
+    calibration_tokens: int = 65536
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that decides a head's weights and its measurements, but the base and the data."""
+
+    head: HeadRecipe = field(default_factory=HeadRecipe)
+    loss: LossRecipe = field(default_factory=LossRecipe)
+    train: TrainRecipe = field(default_factory=TrainRecipe)
+    eval: EvalRecipe = field(default_factory=EvalRecipe)
+    quantize: QuantizeRecipe = field(default_factory=QuantizeRecipe)
+
+
+def load_recipe(path: Path | None) -> Recipe:
+    """Read a recipe; None gives the defaults.
+
+    Raises:
+        UserError: no such file, not TOML, an unknown key, or a value of the wrong type.
+    """
+    if path is None:
+        return Recipe()
+    try:
+        text = path.read_text()
+        values = tomllib.loads(text)
+    except OSError as error:
+        raise UserError("a recipe file", f"{path}: {error.strerror}", "name one in recipes/") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UserError("a recipe in TOML", f"{path}: {error}", "correct that line") from error
+    return typing.cast(Recipe, _build(Recipe, values, str(path)))
+
+
+def _build(cls: type, values: dict[str, Any], where: str) -> Any:
+    types = typing.get_type_hints(cls)
+    unknown = sorted(set(values) - set(types))
+    if unknown:
+        raise UserError(
+            f"keys {', '.join(types)}", f"{', '.join(unknown)} in {where}", "correct the recipe"
+        )
+    arguments = {}
+    for name, value in values.items():
+        wanted = types[name]
+        if dataclasses.is_dataclass(wanted):
+            if not isinstance(value, dict):
+                raise UserError(f"a table [{name}]", f"{value!r} in {where}", "correct the recipe")
+            arguments[name] = _build(typing.cast(type, wanted), value, f"{where} [{name}]")
+            continue
+        if wanted is float and type(value) is int:
+            value = float(value)
+        if type(value) is not wanted:
+            raise UserError(
+                f"{name} of type {wanted.__name__}", f"{value!r} in {where}", "correct the recipe"
+            )
+        arguments[name] = value
+    return cls(**arguments)

@@ -1,0 +1,181 @@
+"""`mtp train`: distil a head from the base that will be served.
+
+The loop reads top to bottom in `train`. One step: take a batch of whole rows, let the frozen base
+produce its hidden states, run the chain over them, compare each step's prediction with the base's
+own distribution at the matching position, and update the head's weights only.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graft.manifest import base_fingerprint
+from graft.reader import Checkpoint
+from graft.staging import staged_folder
+from mtp import __version__
+from mtp.acceptance import continue_prompts, measure
+from mtp.data.batches import token_budget_batches
+from mtp.data.prepare import load_prepared
+from mtp.data.prompts import evaluation_prompts
+from mtp.head import head_from_base, save_head
+from mtp.losses import Objective, align, chunked_loss
+from mtp.progress import track
+from mtp.recipe import LossRecipe, Recipe, TrainRecipe
+from mtp.teacher import Teacher
+
+
+def train(
+    base: Path,
+    data: Path,
+    out: Path,
+    recipe: Recipe,
+    *,
+    device: str = "auto",
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Train a head and write it to `out`.
+
+    Args:
+        base: the base checkpoint that will be served.
+        data: folder of `mtp data prepare`.
+        out: the head folder to write.
+        recipe: what to train, and how.
+        device: "auto", "cpu", "cuda", ...
+        overwrite: replace an existing `out`.
+
+    Returns:
+        A summary: losses, tokens, seconds, and acceptance before and after on held-out prompts.
+
+    Raises:
+        UserError: a broken base or data folder, or an `out` that must not be written.
+    """
+    torch.manual_seed(recipe.train.seed)
+    settings = recipe.train
+    with staged_folder(out, overwrite=overwrite, sources=[base, data]) as staging:
+        checkpoint = Checkpoint(base)
+        checkpoint.require_supported()
+        rows = load_prepared(data)["train"]
+        prompts = evaluation_prompts(
+            data,
+            num_prompts=recipe.eval.num_prompts,
+            max_prompt_tokens=recipe.eval.max_prompt_tokens,
+        )
+        teacher = Teacher.load(base, device=device)
+        head = head_from_base(checkpoint, recipe.head.num_layers, recipe.head.warm_start)
+        head.to(teacher.device)
+
+        text = continue_prompts(teacher, prompts, recipe.eval.num_tokens, head.num_layers)
+        before = measure(teacher, head, text)
+
+        weights = position_weights(recipe.loss, head.num_layers).to(teacher.device)
+        objective = Objective(kl=recipe.loss.kl, ce=recipe.loss.ce)
+        optimizer = torch.optim.AdamW(
+            head.parameters(),
+            lr=settings.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=settings.weight_decay,
+        )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: learning_rate_factor(settings, step)
+        )
+
+        head.train()
+        started, num_tokens, history = time.monotonic(), 0, []
+        batches = endless_batches(rows, settings)
+        for step in track(range(settings.steps), "training the head", unit="step"):
+            batch = next(batches)
+            input_ids = batch.input_ids.to(teacher.device)
+            hidden = teacher.hidden(input_ids).float()
+            outputs = head.chain(hidden, teacher.embed(input_ids).float())
+            aligned = align(outputs, hidden, input_ids, batch.loss_mask.to(teacher.device))
+            losses = chunked_loss(aligned, teacher.lm_head.float(), objective, weights)
+            losses.sum().backward()
+            norm = torch.nn.utils.clip_grad_norm_(head.parameters(), settings.max_gradient_norm)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad(set_to_none=True)
+
+            num_tokens += int(batch.lengths.sum())
+            history.append(
+                {
+                    "step": step,
+                    "loss_per_position": (losses.detach() / weights).tolist(),
+                    "gradient_norm": float(norm),
+                    "tokens": num_tokens,
+                }
+            )
+        seconds = time.monotonic() - started
+
+        after = measure(teacher, head, text)
+        summary = {
+            "steps": settings.steps,
+            "tokens": num_tokens,
+            "seconds": seconds,
+            "final_loss_per_position": history[-1]["loss_per_position"] if history else None,
+            "before": before,
+            "after": after,
+        }
+        save_head(
+            head,
+            staging,
+            base_fingerprint=base_fingerprint(checkpoint),
+            provenance={
+                "tool": f"mtp-graft {__version__}",
+                "recipe": asdict(recipe),
+                "tokens": num_tokens,
+                "warm_start_mean_accepted": before["mean_accepted"],
+                "licences": sorted(data_licences(data)),
+            },
+            acceptance=after,
+        )
+        write_history(staging / "history.jsonl", history)
+    return summary
+
+
+def position_weights(recipe: LossRecipe, num_steps: int) -> torch.Tensor:
+    """decay**k, normalised to sum 1 (the form of FastMTP, arXiv 2509.18362): [K]."""
+    weights = torch.tensor([recipe.position_decay**k for k in range(num_steps)])
+    return weights / weights.sum()
+
+
+def learning_rate_factor(settings: TrainRecipe, step: int) -> float:
+    """Factor of the learning rate at an optimizer step: linear warm-up, then cosine."""
+    if step < settings.warmup_steps:
+        return (step + 1) / settings.warmup_steps
+    remaining = max(settings.steps - settings.warmup_steps, 1)
+    progress = min((step - settings.warmup_steps) / remaining, 1.0)
+    floor = settings.min_learning_rate / settings.learning_rate
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def endless_batches(rows: Any, settings: TrainRecipe) -> Any:
+    """Batches of epoch after epoch, each epoch in its own order."""
+    epoch = 0
+    while True:
+        yield from token_budget_batches(
+            rows, max_tokens=settings.tokens_per_batch, seed=settings.seed, epoch=epoch, pad_id=0
+        )
+        epoch += 1
+
+
+def data_licences(data: Path) -> set[str]:
+    """Licences that the prepared data records."""
+    import json
+
+    return set(json.loads((data / "data.json").read_text()).get("licences", []))
+
+
+def write_history(path: Path, history: list[dict[str, Any]]) -> None:
+    """One JSON object a step; the first line carries the schema version."""
+    import json
+
+    with path.open("w") as file:
+        file.write(json.dumps({"schema_version": 1}) + "\n")
+        for record in history:
+            file.write(json.dumps(record) + "\n")
