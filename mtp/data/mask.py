@@ -1,0 +1,166 @@
+"""Where the assistant's generated text stands in a rendered conversation, and its token mask.
+
+The template is asked, not parsed: reply n starts where the render of the messages before it,
+with the generation prompt, ends, and stops where the render that includes it ends. Nothing is
+searched for in the text, so a role marker in a user's or a tool's text can't open a span. What
+the generation prompt holds (the opening `<think>`, or the whole empty block with thinking off)
+is never supervised, and the end-of-turn token is.
+
+Some templates render earlier turns differently once a later one follows (they drop old
+thinking). A reply is supervised only in a text that starts with the render in which it was the
+last: one row carries all replies for which the final render is such a text, and the others get
+rows of their own, each as the server would have seen it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from mtp.data.conversation import Conversation, RowError
+from mtp.data.render import Renderer
+
+_EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """A supervised turn, as character positions in its row's text.
+
+    Args:
+        cut: a turn boundary from which a window that holds the reply may start.
+        head: start of the turn's header.
+        start, end: the generated text, the end-of-turn token included.
+    """
+
+    cut: int
+    head: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenderedRow:
+    """A text with its supervised replies; `opening` ends what precedes the first reply."""
+
+    text: str
+    opening: int
+    replies: tuple[Reply, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Turn:
+    index: int
+    head: int
+    start: int
+    end: int
+    full: str
+    supervised: bool
+
+
+def render_rows(conversation: Conversation, renderer: Renderer) -> list[RenderedRow]:
+    """One row when the template's prefixes are stable, else as few as it forces.
+
+    Replies before the first user message (a greeting) are context: no server generates them.
+
+    Raises:
+        RowError: the template refuses the conversation, or renders a reply differently from
+            its own generation prompt.
+    """
+    messages, tools = conversation.messages, conversation.tools
+    first_user = next(i for i, message in enumerate(messages) if message.role == "user")
+    indices = [i for i, m in enumerate(messages) if m.role == "assistant" and i > first_user]
+    opening = renderer.text(messages[: indices[0]], tools)
+    prompt = renderer.text(messages[: indices[0]], tools, generation_prompt=True)
+    header = len(prompt) - len(opening) if prompt.startswith(opening) else 0
+    turns = [_turn(conversation, renderer, index, header) for index in indices]
+    pending = [turn for turn in turns if turn.supervised]
+    rows = []
+    while pending:
+        text = pending[-1].full
+        stable = {turn.index for turn in turns if text.startswith(turn.full)}
+        covered = [turn for turn in pending if turn.index in stable]
+        rows.append(
+            RenderedRow(
+                text=text[: covered[-1].end],
+                opening=len(opening) if text.startswith(opening) else 0,
+                replies=tuple(
+                    Reply(
+                        cut=_cut(conversation, turns, turn, stable),
+                        head=turn.head,
+                        start=turn.start,
+                        end=turn.end,
+                    )
+                    for turn in covered
+                ),
+            )
+        )
+        pending = [turn for turn in pending if turn.index not in stable]
+    return rows[::-1]
+
+
+def token_spans(offsets: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Index of the first token that starts at or after each character position.
+
+    Args:
+        offsets: [T, 2] int64, character start and end of each token.
+        positions: [N] int64.
+    """
+    return np.searchsorted(offsets[:, 0], positions, side="left")
+
+
+def loss_mask(offsets: np.ndarray, replies: tuple[Reply, ...]) -> np.ndarray:
+    """[T] bool: tokens that lie wholly inside a reply's generated text.
+
+    A token over the edge (the prompt's last newline merged with the reply's first) is not what
+    the served model generates, so it stays out.
+    """
+    mask = np.zeros(len(offsets), dtype=bool)
+    for reply in replies:
+        inside = (offsets[:, 0] >= reply.start) & (offsets[:, 1] <= reply.end)
+        mask |= inside & (offsets[:, 1] > offsets[:, 0])
+    return mask
+
+
+def num_edge_tokens(offsets: np.ndarray, replies: tuple[Reply, ...]) -> int:
+    """Tokens that stand across the start of a reply, see `loss_mask`; offsets [T, 2] int64."""
+    edges = np.asarray([reply.start for reply in replies])
+    after = np.clip(np.searchsorted(offsets[:, 1], edges, side="right"), 0, len(offsets) - 1)
+    return int((offsets[after, 0] < edges).sum())
+
+
+def _turn(conversation: Conversation, renderer: Renderer, index: int, header: int) -> _Turn:
+    messages, tools = conversation.messages, conversation.tools
+    prompt = renderer.text(messages[:index], tools, generation_prompt=True)
+    full = renderer.text(messages[: index + 1], tools)
+    start = len(prompt)
+    if not full.startswith(prompt):
+        # With thinking off a template may leave the empty block out of what it renders.
+        start = len(_EMPTY_THINKING.sub("", prompt))
+        if start == len(prompt) or not full.startswith(prompt[:start]):
+            raise RowError(f"message {index} does not continue the template's generation prompt")
+    stripped = full.rstrip()
+    end_token = next((token for token in renderer.end_tokens if stripped.endswith(token)), None)
+    end = len(stripped) if end_token and len(stripped) > start else len(full)
+    if end_token and full.count(end_token, start) > 1:
+        raise RowError(f"message {index} holds the end-of-turn token {end_token} in its text")
+    return _Turn(
+        index=index,
+        head=len(prompt) - header,
+        start=start,
+        end=end,
+        full=full,
+        supervised=messages[index].supervised,
+    )
+
+
+def _cut(conversation: Conversation, turns: list[_Turn], turn: _Turn, stable: set[int]) -> int:
+    """The nearest turn boundary before the reply that leaves no tool result without its call."""
+    earlier = [other for other in turns if other.index < turn.index]
+    if not earlier or earlier[-1].index not in stable:
+        return 0
+    previous = earlier[-1]
+    follows_call = conversation.messages[previous.index + 1].role == "tool"
+    return previous.head if follows_call else len(previous.full)

@@ -1,0 +1,169 @@
+"""The prepared folder: a `datasets` DatasetDict plus data.json, written and read.
+
+Rows are streamed to Arrow files first, so memory does not grow with the data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from graft.errors import UserError
+
+SCHEMA_VERSION = 1
+SPLITS = ("train", "held_out")
+COLUMNS = ("input_ids", "loss_mask", "category", "conversation_id", "source")
+MANIFEST = "data.json"
+_ROWS_A_CHUNK = 256
+
+
+class RowWriter:
+    """Collects rows of both splits in Arrow files under `folder` until they are saved."""
+
+    def __init__(self, folder: Path) -> None:
+        import pyarrow as pa
+
+        folder.mkdir()
+        self._folder = folder
+        self._schema = pa.schema(
+            {
+                "input_ids": pa.list_(pa.int32()),
+                "loss_mask": pa.list_(pa.bool_()),
+                "category": pa.string(),
+                "conversation_id": pa.string(),
+                "source": pa.string(),
+            }
+        )
+        self._pending: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
+        self._writers = {
+            split: pa.ipc.new_stream(str(folder / f"{split}.arrow"), self._schema)
+            for split in SPLITS
+        }
+
+    def add(
+        self,
+        split: str,
+        *,
+        input_ids: np.ndarray,
+        loss_mask: np.ndarray,
+        category: str,
+        conversation_id: str,
+        source: str,
+    ) -> None:
+        """Append a row: input_ids [T] int32, loss_mask [T] bool."""
+        self._pending[split].append(
+            {
+                "input_ids": input_ids,
+                "loss_mask": loss_mask,
+                "category": category,
+                "conversation_id": conversation_id,
+                "source": source,
+            }
+        )
+        if len(self._pending[split]) >= _ROWS_A_CHUNK:
+            self._flush(split)
+
+    def save(self, out: Path) -> None:
+        """Write the DatasetDict to `out` and remove the collected files."""
+        from datasets import Dataset, DatasetDict
+
+        for split in SPLITS:
+            self._flush(split)
+        self.close()
+        with _quiet_progress():
+            DatasetDict(
+                {s: Dataset.from_file(str(self._folder / f"{s}.arrow")) for s in SPLITS}
+            ).save_to_disk(str(out))
+        shutil.rmtree(self._folder)
+
+    def close(self) -> None:
+        """Close the files; safe to call twice."""
+        for writer in self._writers.values():
+            writer.close()
+        self._writers = {}
+
+    def _flush(self, split: str) -> None:
+        import pyarrow as pa
+
+        rows = self._pending[split]
+        if rows:
+            self._writers[split].write_batch(pa.RecordBatch.from_pylist(rows, schema=self._schema))
+            rows.clear()
+
+
+def write_manifest(folder: Path, fields: dict[str, Any]) -> None:
+    """Write data.json."""
+    text = json.dumps({"schema_version": SCHEMA_VERSION, **fields}, indent=2, ensure_ascii=False)
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read data.json.
+
+    Raises:
+        UserError: missing, broken, or of another schema version.
+    """
+    expected = f"a folder made by 'mtp data prepare' (with {MANIFEST})"
+    action = "run 'mtp data prepare' and pass its --out"
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(expected, f"no {MANIFEST} in {folder}", action) from error
+    except ValueError as error:
+        raise UserError(expected, f"a broken {folder / MANIFEST}", action) from error
+    version = manifest.get("schema_version") if isinstance(manifest, dict) else None
+    if version != SCHEMA_VERSION:
+        found = f"version {version!r} in {folder / MANIFEST}"
+        raise UserError(f"data of schema version {SCHEMA_VERSION}", found, "prepare the data again")
+    return manifest
+
+
+def load_prepared(folder: Path) -> Any:
+    """The DatasetDict of a prepared folder, memory-mapped, with splits `train` and `held_out`.
+
+    Raises:
+        UserError: the folder is missing, incomplete, or of another schema version.
+    """
+    from datasets import DatasetDict, load_from_disk
+
+    folder = Path(folder)
+    read_manifest(folder)
+    expected = f"splits {' and '.join(SPLITS)} with columns {', '.join(COLUMNS)}"
+    action = "prepare the data again"
+    try:
+        data = load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(expected, f"{folder}: {str(error)[:200]}", action) from error
+    if not isinstance(data, DatasetDict) or not set(SPLITS) <= set(data):
+        raise UserError(expected, f"{folder} without one of them", action)
+    for split in SPLITS:
+        missing = sorted(set(COLUMNS) - set(data[split].column_names))
+        if missing:
+            raise UserError(expected, f"no {', '.join(missing)} in {folder}/{split}", action)
+    return data
+
+
+@contextlib.contextmanager
+def _quiet_progress() -> Iterator[None]:
+    """No bars of `datasets` in logs: as ours, they are for terminals."""
+    from datasets.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    if sys.stderr.isatty() or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
