@@ -104,6 +104,7 @@ def prepare(
             {
                 **tokenizer_fingerprint(base, tokenizer),
                 "settings": vars(settings),
+                "licences": sorted(report.licences),
                 "report": report.as_dict(),
             },
         )

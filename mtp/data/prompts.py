@@ -62,7 +62,8 @@ def evaluation_prompts(
 def _prompts(row: dict[str, Any], max_prompt_tokens: int) -> list[Prompt]:
     mask = np.asarray(row["loss_mask"], dtype=np.int8)
     if mask[0]:
-        ends = [min(max_prompt_tokens, len(mask) // 2)]
+        half = min(max_prompt_tokens, len(mask) // 2)
+        ends = [half] if half >= MIN_CONTINUATION else []
     else:
         edges = np.flatnonzero(np.diff(mask)) + 1
         starts, stops = edges[::2], np.append(edges, len(mask))[1::2]

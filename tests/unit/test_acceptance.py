@@ -15,12 +15,12 @@ from mtp.teacher import Teacher
 def decode_speculatively(teacher, head, prompt, num_tokens, num_steps):
     """Greedy speculative decoding as an engine does it: draft, verify, move on. No replay."""
 
-    def greedy(tokens):
+    def greedy(tokens: list[int]) -> list[int]:
         logits = teacher.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
         return logits.argmax(-1).tolist()
 
     counts = AcceptanceCounts(num_steps)
-    tokens = [*prompt, greedy(prompt)[-1]]
+    tokens = [*prompt, greedy([*prompt])[-1]]
     while len(tokens) - len(prompt) < num_tokens:
         known = torch.tensor([tokens[:-1]])
         hidden, last = teacher.hidden(known), len(tokens) - 2
@@ -45,7 +45,7 @@ def test_replay_counts_what_real_speculative_decoding_counts(few_words_base, num
     torch.manual_seed(0)
     head = head_from_base(Checkpoint(few_words_base), 4, "last").eval()
     prompts = [
-        Prompt(id=str(n), category="code" if n % 2 else "agent", token_ids=[n % 8, 3, 1, n % 5])
+        Prompt(id=str(n), category="code" if n % 2 else "agent", token_ids=(n % 8, 3, 1, n % 5)[: 2 + n % 3])
         for n in range(4)
     ]
     with torch.no_grad():

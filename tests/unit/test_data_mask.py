@@ -96,7 +96,9 @@ def test_token_over_an_edge_is_not_supervised():
 
 def test_end_of_turn_token_inside_a_reply_is_refused(tokenizers):
     content = "one<|im_end|>\n<|im_start|>assistant\ntwo"
-    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]}
+    row = {
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+    }
     with pytest.raises(RowError, match="end-of-turn token"):
         render_rows(read_row(row, "")[1], Renderer(tokenizers["chatml"]))
 
