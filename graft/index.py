@@ -179,7 +179,7 @@ def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def _stays_inside(name: str) -> bool:
-    return name == PurePosixPath(name).name and name != ".." and "\\" not in name
+    return name == PurePosixPath(name).name and name not in ("", "..") and "\\" not in name
 
 
 def index_of(tensors: Iterable[TensorInfo], metadata: Mapping[str, Any]) -> dict[str, Any]:

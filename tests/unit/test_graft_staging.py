@@ -1,0 +1,95 @@
+"""Staging: nothing half-written, nothing written into an input, two writers kept apart."""
+
+from __future__ import annotations
+
+import pytest
+
+from graft import staging
+from graft.errors import UserError
+from graft.staging import staged_folder
+
+
+def write(out, text, **keywords):
+    with staged_folder(out, **{"overwrite": False, **keywords}) as folder:
+        (folder / "file").write_text(text)
+
+
+def test_the_folder_appears_whole_and_alone(tmp_path):
+    out = tmp_path / "deep" / "out"
+    with staged_folder(out, overwrite=False) as folder:
+        (folder / "file").write_text("new")
+        assert not out.exists()
+    assert [p.name for p in out.parent.iterdir()] == ["out"]
+    assert (out / "file").read_text() == "new"
+
+
+def test_an_exception_leaves_nothing_and_keeps_the_old_one(tmp_path):
+    with pytest.raises(RuntimeError), staged_folder(tmp_path / "a" / "b", overwrite=False):
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+    write(tmp_path / "out", "old")
+    with pytest.raises(KeyboardInterrupt), staged_folder(tmp_path / "out", overwrite=True):
+        raise KeyboardInterrupt
+    assert (tmp_path / "out" / "file").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_overwrite_replaces_the_whole_folder(tmp_path, monkeypatch, can_exchange):
+    if not can_exchange:
+        monkeypatch.setattr(staging, "_exchange", lambda left, right: False)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").write_text("old")
+    with pytest.raises(UserError, match="--overwrite"):
+        write(out, "new")
+    write(out, "new", overwrite=True)
+    assert [p.name for p in out.iterdir()] == ["file"]
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("where", ["base", "base/inside", "."])
+def test_out_may_not_touch_an_input(tmp_path, where):
+    base = tmp_path / "base"
+    base.mkdir()
+    with pytest.raises(UserError, match="never written to"):
+        write(tmp_path / where, "x", overwrite=True, sources=[base])
+    (tmp_path / "link").symlink_to(base)
+    with pytest.raises(UserError):
+        write(tmp_path / "link" / "out", "x", sources=[base])
+    assert list(base.iterdir()) == []
+
+
+def test_links_files_and_the_working_directory_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "file").write_text("mine")
+    for name in ("link", "file"):
+        with pytest.raises(UserError):
+            write(tmp_path / name, "x", overwrite=True)
+    monkeypatch.chdir(tmp_path / "real")
+    with pytest.raises(UserError, match="working directory"):
+        write(tmp_path / "real", "x", overwrite=True)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_second_writer_of_the_same_folder_is_turned_away(tmp_path):
+    with staged_folder(tmp_path / "out", overwrite=False) as folder:
+        with pytest.raises(UserError, match="lock"):
+            write(tmp_path / "out", "second")
+        write(tmp_path / "other", "fine")
+        assert folder.exists()
+    write(tmp_path / "out", "after", overwrite=True)
+
+
+def test_left_overs_of_killed_runs_are_cleaned_up(tmp_path):
+    (tmp_path / ".out.staging-99").mkdir()
+    (tmp_path / ".out.staging-99" / "half").write_text("half")
+    (tmp_path / ".out.staging-notes").mkdir()
+    (tmp_path / ".out.lock").write_text("")
+    (tmp_path / ".out.previous").mkdir()
+    (tmp_path / ".out.previous" / "file").write_text("moved aside by a killed run")
+    with pytest.raises(UserError, match="exists"):  # the old one is back, so it is not replaced
+        write(tmp_path / "out", "new")
+    assert (tmp_path / "out" / "file").read_text() == "moved aside by a killed run"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".out.staging-notes", "out"]
