@@ -57,8 +57,9 @@ def token_budget_batches(
             f"{max_tokens}, with a row of {lengths.max()} tokens",
             "raise the budget, or prepare the data with a smaller --max-length",
         )
+    rows = dataset.with_format("arrow")
     for indices in plan_batches(lengths, max_tokens=max_tokens, seed=seed, epoch=epoch):
-        yield _collate(dataset.select(indices), pad_id)
+        yield _collate(rows[indices], pad_id)
 
 
 def row_lengths(dataset: Any) -> np.ndarray:
@@ -96,8 +97,7 @@ def plan_batches(lengths: np.ndarray, *, max_tokens: int, seed: int, epoch: int)
     return [batches[i] for i in generator.permutation(len(batches))]
 
 
-def _collate(rows: Any, pad_id: int) -> Batch:
-    columns = rows.with_format("arrow")[:]
+def _collate(columns: Any, pad_id: int) -> Batch:
     ids = [torch.tensor(row.values.to_numpy()) for row in columns.column("input_ids")]
     masks = [
         torch.tensor(row.values.to_numpy(zero_copy_only=False))

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
 from graft.errors import UserError
 from graft.staging import staged_folder
-from mtp.data.conversation import Conversation, Document, RowError, checked, content_digest
+from mtp.data.conversation import (
+    UNKNOWN_LICENCE,
+    Conversation,
+    Document,
+    RowError,
+    checked,
+    content_digest,
+)
 from mtp.data.mask import RenderedRow, loss_mask, num_edge_tokens, render_rows
 from mtp.data.render import Renderer, load_tokenizer, tokenizer_fingerprint
 from mtp.data.report import PrepareReport
@@ -32,6 +39,7 @@ class Settings:
     max_skip: float
     thinking: str
     allow_missing_tools: bool
+    default_licence: str
 
     def __post_init__(self) -> None:
         if self.max_length < MIN_TOKENS:
@@ -55,6 +63,7 @@ def prepare(
     max_skip: float = 0.01,
     thinking: str = "keep",
     allow_missing_tools: bool = False,
+    default_licence: str = UNKNOWN_LICENCE,
     overwrite: bool = False,
 ) -> PrepareReport:
     """Render, tokenise, mask, window and split the sources; see data.json for what happened.
@@ -69,6 +78,7 @@ def prepare(
         max_skip: largest share of rows that may be unusable.
         thinking: "keep" or "strip", see `Renderer`.
         allow_missing_tools: accept tool calls in rows without tool schemas.
+        default_licence: for rows and files that do not state one.
         overwrite: replace an existing `out`.
 
     Raises:
@@ -82,6 +92,7 @@ def prepare(
         max_skip=max_skip,
         thinking=thinking,
         allow_missing_tools=allow_missing_tools,
+        default_licence=default_licence,
     )
     if not sources:
         raise UserError("at least one source", "none", "pass --source")
@@ -139,6 +150,8 @@ def _write_batch(
     writer: RowWriter,
 ) -> None:
     for value, windows in _windows(batch, renderer, settings, report):
+        if value.licence == UNKNOWN_LICENCE:
+            value = replace(value, licence=settings.default_licence)
         held_out = is_held_out(value.id, seed=settings.seed, percent=settings.held_out_percent)
         counts = report.held_out if held_out else report.train
         for window in windows:

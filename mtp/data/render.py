@@ -55,15 +55,17 @@ class Renderer:
         """
         from jinja2 import TemplateError
 
+        conversation = [self._as_dict(message) for message in messages]
+        schemas = [json.loads(tool) for tool in tools]
         try:
             return self.tokenizer.apply_chat_template(
-                [self._as_dict(message) for message in messages],
-                tools=[json.loads(tool) for tool in tools] or None,
+                conversation,
+                tools=schemas or None,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
                 enable_thinking=self.thinking == "keep",
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:  # TypeError: "only item pairs of a mapping"
             raise RowError(f"the chat template refuses it: {error}") from error
 
     def encode(

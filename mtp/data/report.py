@@ -13,7 +13,7 @@ import numpy as np
 from graft.errors import UserError
 from mtp.data.conversation import Conversation, Document
 
-MAX_LISTED = 1000
+MAX_LISTED, MAX_SHOWN = 1000, 5  # refused rows in data.json, on the terminal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +113,29 @@ class PrepareReport:
                 "add data, or lower the held-out percentage",
             )
 
+    def as_text(self) -> str:
+        """The report for a terminal, one fact a line."""
+        lines = [
+            f"rows read       {self.rows_read} ({_counts(self.formats)})",
+            f"rows refused    {len(self.broken)}",
+            *(f"                {row}" for row in self.broken[:MAX_SHOWN]),
+            f"rows dropped    {self.dropped.total()} ({_counts(self.dropped)})",
+            f"files ignored   {self.ignored_files.total()} ({_counts(self.ignored_files)})",
+            f"rows split      {self.split_by_length} by length, {self.split_by_template} by the"
+            f" template; {self.cut_inside_turn} cut inside a turn",
+            f"tokens lost     {self.supervised_tokens_lost} supervised ones that fit no window;"
+            f" {self.edge_tokens} over an edge",
+        ]
+        for name, counts in (("train", self.train), ("held out", self.held_out)):
+            share = counts.supervised_tokens / max(counts.tokens, 1)
+            lines.append(
+                f"{name:15} {counts.rows} rows of {len(counts.conversations)} conversations,"
+                f" {counts.tokens} tokens, {share:.1%} supervised"
+            )
+        lines.append(f"categories      {_counts(self.categories)}")
+        lines.append(f"licences        {_counts(self.licences)}")
+        return "\n".join(lines).replace(" ()", "")
+
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON values."""
         reasons = Counter(re.sub(r"message \d+", "message N", row.reason) for row in self.broken)
@@ -145,3 +168,7 @@ def _split_dict(counts: SplitCounts) -> dict[str, Any]:
         "supervised_tokens": counts.supervised_tokens,
         "supervised_share": round(counts.supervised_tokens / max(counts.tokens, 1), 4),
     }
+
+
+def _counts(counter: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counter.most_common())

@@ -125,6 +125,7 @@ def test_broken_rows_are_named_and_skipped_up_to_a_share(base, tmp_path):
         "message N: unknown role 'observation'": 1,
     }
     assert report.train.rows == 18
+    assert f"{source}:4: broken JSON" in report.as_text()
     with pytest.raises(UserError, match=r"2 of 20, the first at .*a.jsonl:4: broken JSON"):
         prepare(base, [source], tmp_path / "refused", max_skip=0.09)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out"]
@@ -135,6 +136,13 @@ def test_duplicates_are_dropped(base, tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", twice)
     report = prepare(base, [source], tmp_path / "out", held_out_percent=0)
     assert report.train.rows == 2 and report.dropped == {"duplicate": 1}
+
+
+def test_licences_reach_the_manifest(base, tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", [{**chat(1), "license": "MIT"}, chat(2)])
+    prepare(base, [source], tmp_path / "out", held_out_percent=0, default_licence="CC0-1.0")
+    manifest = json.loads((tmp_path / "out" / "data.json").read_text())
+    assert manifest["licences"] == ["CC0-1.0", "MIT"]
 
 
 @pytest.mark.parametrize(
