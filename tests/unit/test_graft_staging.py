@@ -43,6 +43,13 @@ def test_overwrite_replaces_the_whole_folder(tmp_path, monkeypatch, can_exchange
     (out / "old").write_text("old")
     with pytest.raises(UserError, match="--overwrite"):
         write(out, "new")
+    remove = staging.shutil.rmtree
+
+    def remove_anything_but_the_output(path, **keywords):
+        assert path != out and list(out.iterdir()), "a kill now would leave no whole output"
+        remove(path, **keywords)
+
+    monkeypatch.setattr(staging.shutil, "rmtree", remove_anything_but_the_output)
     write(out, "new", overwrite=True)
     assert [p.name for p in out.iterdir()] == ["file"]
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
