@@ -19,7 +19,7 @@ import torch
 from graft.errors import UserError
 from graft.staging import check_output, staged_folder
 from mtp.data.split import is_held_out
-from mtp.nano.stdlib import code_files, stdlib_root
+from mtp.nano.stdlib import code_files, stdlib_files, stdlib_root
 from mtp.nano.tokenizer import END_OF_TEXT, build_tokenizer, render
 from mtp.progress import track
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 MAX_POSITIONS = 4096
-DEFAULT_STEPS = 540
+DEFAULT_STEPS = 290
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +80,8 @@ def train_base(
     traces: Path,
     code: Path | None = None,
     steps: int = DEFAULT_STEPS,
-    rows_per_step: int = 2,
-    row_length: int = 1024,
+    rows_per_step: int = 4,
+    row_length: int = 512,
     learning_rate: float = 4e-3,
     held_out_percent: int = 5,
     seed: int = 0,
@@ -158,14 +158,15 @@ def _training_traces(path: Path, *, seed: int, percent: int) -> list[dict[str, A
         raise UserError(
             "a JSONL file of recorded conversations",
             f"{path}, which cannot be read ({error!r})",
-            "record it again with `mtp nano record`",
+            "record it again with `mtp nano traces`",
         ) from error
 
 
 def _training_code(folder: Path | None, *, seed: int, percent: int) -> list[str]:
     # Ids as `mtp data prepare` gives them to the files of a folder.
+    files = code_files(folder) if folder else stdlib_files()
     root, name = (folder, folder.resolve().name) if folder else (stdlib_root(), "stdlib")
-    ids = {path: f"{name}/{path.relative_to(root).as_posix()}" for path in code_files(folder)}
+    ids = {path: f"{name}/{path.relative_to(root).as_posix()}" for path in files}
     return [
         path.read_text(encoding="utf-8")
         for path, document_id in ids.items()

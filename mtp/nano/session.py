@@ -130,14 +130,18 @@ class Session:
         self.messages.append(message)
 
     def record(self, conversation_id: str, *, source: str, licence: str) -> dict[str, Any]:
-        """The conversation as one JSON-ready row."""
+        """The conversation as one JSON-ready row, with the tools it used and one more."""
+        calls = [call for message in self.messages for call in message.get("tool_calls", [])]
+        offered = {call["function"]["name"] for call in calls}
+        names = [tool["function"]["name"] for tool in TOOLS]
+        offered.update([name for name in names if name not in offered][:1])
         return {
             "schema_version": 1,
             "id": conversation_id,
             "source": source,
             "licence": licence,
             "messages": self.messages,
-            "tools": TOOLS,
+            "tools": [tool for tool in TOOLS if tool["function"]["name"] in offered],
         }
 
 

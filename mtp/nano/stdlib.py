@@ -5,6 +5,7 @@ It is on every machine that can run the demo, so nothing is downloaded and nothi
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import sys
 import sysconfig
@@ -21,6 +22,7 @@ SKIPPED_FOLDERS = {
     "turtledemo", "tkinter", "pydoc_data", "encodings", "distutils", "__phello__",
 }  # fmt: skip
 SMALLEST_FILE, LARGEST_FILE = 1_000, 120_000
+DEFAULT_BYTES = 3_000_000
 
 
 @cache
@@ -29,39 +31,44 @@ def stdlib_root() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def code_files(folder: Path | None = None, *, limit_bytes: int | None = None) -> list[Path]:
-    """The Python files to learn from, sorted by path.
+def stdlib_files(*, limit_bytes: int = DEFAULT_BYTES) -> list[Path]:
+    """The standard-library modules to learn from, sorted by path.
 
     Args:
-        folder: where to look; the standard library itself when None.
-        limit_bytes: stop before the total size passes this.
-
-    Raises:
-        UserError: the folder holds no Python file.
+        limit_bytes: total size to stay under. The modules are drawn by the hash of their path,
+            so that a small limit still takes from all of the library.
     """
-    root = folder or stdlib_root()
-    chosen, total = [], 0
-    for path in _python_files(root):
-        size = path.stat().st_size
-        if limit_bytes is not None and total + size > limit_bytes:
+    root, chosen, total = stdlib_root(), [], 0
+    for path in sorted(code_files(root), key=lambda path: _path_hash(path, root)):
+        total += path.stat().st_size
+        if total > limit_bytes:
             break
         chosen.append(path)
-        total += size
+    return sorted(chosen)
+
+
+def code_files(folder: Path) -> list[Path]:
+    """The Python files of a folder that are neither tests, generated, tiny nor huge, sorted.
+
+    Raises:
+        UserError: the folder holds none.
+    """
+    chosen = list(_python_files(folder))
     if not chosen:
         raise UserError(
-            "a folder with Python files", f"none in {root}", "name another folder of code"
+            "a folder with Python files", f"none in {folder}", "name another folder of code"
         )
     return chosen
 
 
-def copy_stdlib(out: Path, *, limit_bytes: int | None = None, overwrite: bool = False) -> int:
+def copy_stdlib(out: Path, *, limit_bytes: int = DEFAULT_BYTES, overwrite: bool = False) -> int:
     """Copy the chosen modules, with a licence note, to a folder for `mtp data prepare --source`.
 
     Returns:
         How many modules were copied.
     """
     root = stdlib_root()
-    files = code_files(limit_bytes=limit_bytes)
+    files = stdlib_files(limit_bytes=limit_bytes)
     with staged_folder(out, overwrite=overwrite) as staging:
         for path in files:
             target = staging / path.relative_to(root)
@@ -79,6 +86,10 @@ def _python_files(root: Path) -> Iterator[Path]:
             continue
         if SMALLEST_FILE <= path.stat().st_size <= LARGEST_FILE and _is_utf8(path):
             yield path
+
+
+def _path_hash(path: Path, root: Path) -> str:
+    return hashlib.sha256(path.relative_to(root).as_posix().encode()).hexdigest()
 
 
 def _is_utf8(path: Path) -> bool:

@@ -14,7 +14,7 @@ from graft.errors import UserError
 from mtp.data.split import is_held_out
 from mtp.nano import base
 from mtp.nano.agent import record_traces
-from mtp.nano.stdlib import code_files, copy_stdlib, stdlib_root
+from mtp.nano.stdlib import code_files, copy_stdlib, stdlib_files, stdlib_root
 from mtp.nano.tokenizer import TAG_TOKENS, build_tokenizer, chat_template, render
 from mtp.nano.workspace import TOOLS
 
@@ -84,7 +84,7 @@ def test_the_template_is_saved_with_the_tokenizer(trained, tokenizer):
 
 def test_vocabulary_of_the_asked_size():
     tokenizer = build_tokenizer(
-        [path.read_text("utf-8") for path in code_files()[:6]], num_entries=700
+        [path.read_text("utf-8") for path in stdlib_files()[:6]], num_entries=700
     )
     assert len(tokenizer) == 700
     assert base.base_config(len(tokenizer), 1, 0).vocab_size == 704
@@ -171,7 +171,7 @@ def test_held_out_text_is_not_trained_on(tmp_path):
 
 
 def test_ids_of_the_library_itself_are_those_of_its_copy(inputs):
-    chosen = code_files(limit_bytes=150_000)
+    chosen = stdlib_files(limit_bytes=150_000)
     copied = code_files(inputs / "stdlib")
     assert [p.relative_to(stdlib_root()) for p in chosen] == [
         p.relative_to(inputs / "stdlib") for p in copied
