@@ -104,9 +104,7 @@ def replay(
         tokens[prompt_length : prompt_length + generated]
     ):
         accepted = 0
-        while accepted < len(drafts) and (
-            drafts[accepted][start] == tokens[start + accepted + 2]
-        ):
+        while accepted < len(drafts) and (drafts[accepted][start] == tokens[start + accepted + 2]):
             accepted += 1
         counts.add_draft(accepted)
         start += accepted + 1

@@ -79,6 +79,54 @@ def _emit(result: dict[str, Any], as_json: bool, report: Path | None, table: Any
         Console().print(table)
 
 
+@nano_app.command("traces")
+def nano_traces(
+    out: Annotated[Path, typer.Option("--out", help="JSONL file to write.")],
+    conversations: Annotated[int, typer.Option(help="How many to record.")] = 400,
+    seed: Annotated[int, typer.Option(help="Seed of the agent's choices.")] = 0,
+) -> None:
+    """Record a scripted agent that really works on copies of standard-library modules.
+
+    Example: mtp nano traces --out traces.jsonl
+    """
+    from mtp.nano.agent import record_traces
+
+    record_traces(out, num_conversations=conversations, seed=seed)
+    print(f"{out}: {conversations} conversations")
+
+
+@nano_app.command("code")
+def nano_code(out: Out, overwrite: Overwrite = False) -> None:
+    """Copy real Python source: the standard library of the running interpreter.
+
+    Example: mtp nano code --out code
+    """
+    from mtp.nano.stdlib import copy_stdlib
+
+    print(f"{out}: {copy_stdlib(out, overwrite=overwrite)} files")
+
+
+@nano_app.command("base")
+def nano_base(
+    traces: Annotated[Path, typer.Option(help="JSONL of `mtp nano traces`.")],
+    code: Annotated[Path, typer.Option(help="Folder of `mtp nano code`.")],
+    out: Out,
+    seed: Annotated[int, typer.Option(help="Seed of weights and order.")] = 0,
+    overwrite: Overwrite = False,
+) -> None:
+    """Train the demo's small Qwen3.5-MoE base, with its tokenizer.
+
+    Example: mtp nano base --traces traces.jsonl --code code --out base
+    """
+    from mtp.nano.base import train_base
+
+    report = train_base(out, traces=traces, code=code, seed=seed, overwrite=overwrite)
+    print(
+        f"{out}: {report.num_parameters / 1e6:.1f}M parameters, {report.steps} steps in "
+        f"{report.seconds:.0f} s, loss {report.first_loss:.2f} -> {report.final_loss:.2f}"
+    )
+
+
 @data_app.command("prepare")
 def data_prepare(
     base: Base,
@@ -86,8 +134,17 @@ def data_prepare(
     out: Out,
     max_length: Annotated[int, typer.Option(help="Longest row, in tokens.")] = 4096,
     held_out_percent: Annotated[int, typer.Option(help="Conversations kept out.")] = 5,
-    max_skip: Annotated[float, typer.Option(help="Share of broken rows that fails the run.")] = 0.01,
+    max_skip: Annotated[
+        float, typer.Option(help="Share of broken rows that fails the run.")
+    ] = 0.01,
     seed: Annotated[int, typer.Option(help="Seed of the split.")] = 0,
+    thinking: Annotated[str, typer.Option(help="keep or strip, as it will be served.")] = "keep",
+    allow_missing_tools: Annotated[
+        bool, typer.Option("--allow-missing-tools", help="Take calls that have no tool schemas.")
+    ] = False,
+    licence: Annotated[
+        str, typer.Option(help="Licence of rows that record none; reaches the model card.")
+    ] = "unknown",
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -105,8 +162,14 @@ def data_prepare(
         held_out_percent=held_out_percent,
         seed=seed,
         max_skip=max_skip,
+        thinking=thinking,
+        allow_missing_tools=allow_missing_tools,
+        default_licence=licence,
         overwrite=overwrite,
     )
+    if as_json:
+        for row in report.broken[:5]:
+            print(f"mtp: skipped {row}", file=sys.stderr)
     print(json.dumps(report.as_dict(), indent=1) if as_json else report.as_text())
 
 
@@ -192,6 +255,46 @@ def quantize_command(
     _emit(result, as_json, report, acceptance_table(rows, title))
 
 
+@app.command("probe")
+def probe_command(
+    checkpoint: Annotated[
+        list[str], typer.Option(help="LABEL=FOLDER of a grafted checkpoint; may be repeated.")
+    ],
+    data: Data,
+    vllm_python: Annotated[
+        Path, typer.Option(help="Python of an environment that has vLLM and mtp-graft.")
+    ] = Path(sys.executable),
+    predicted: Annotated[
+        list[str] | None, typer.Option(help="LABEL=REPORT of `mtp eval` or `mtp quantize`.")
+    ] = None,
+    recipe: RecipeFile = None,
+    as_json: AsJson = False,
+    report: Report = None,
+) -> None:
+    """Serve grafted checkpoints in vLLM, stock and routed, and read its own counters.
+
+    Example: mtp probe --checkpoint BF16=grafted --data data --predicted BF16=eval.json
+    """
+    from mtp.recipe import load_recipe
+    from mtp.serving.compare import compare_runtimes, table_rows
+    from mtp.tables import acceptance_table
+
+    result = compare_runtimes(
+        _labelled(checkpoint), _labelled(predicted or []), data, load_recipe(recipe).eval,
+        vllm_python=vllm_python,
+    )  # fmt: skip
+    title = f"vLLM {result['vllm_version']}, greedy; cumulative acceptance"
+    _emit(result, as_json, report, acceptance_table(table_rows(result), title))
+
+
+def _labelled(items: list[str]) -> dict[str, Path]:
+    pairs = [item.partition("=") for item in items]
+    wrong = [item for item, (label, _, path) in zip(items, pairs, strict=True) if not path]
+    if wrong:
+        raise typer.BadParameter(f"expected LABEL=PATH, found {', '.join(wrong)}")
+    return {label: Path(path) for label, _, path in pairs}
+
+
 @app.command("graft")
 def graft_command(
     base: Base,
@@ -237,6 +340,41 @@ def verify_command(
         print(routing)
     if not report.ok:
         raise typer.Exit(1)
+
+
+@release_app.command("build")
+def release_build(
+    checkpoint: Annotated[Path, typer.Option(help="A grafted checkpoint.")],
+    out: Out,
+    name: Annotated[str, typer.Option(help="The model's name, as in the serve command.")],
+    license_id: Annotated[str, typer.Option("--license", help="The Hub's licence identifier.")],
+    license_file: Annotated[Path, typer.Option(help="Becomes LICENSE.")],
+    evaluation: Annotated[
+        Path | None, typer.Option(help="Report of `mtp eval` or `mtp quantize`.")
+    ] = None,
+    served: Annotated[Path | None, typer.Option(help="Report of `mtp probe`.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="Hub id of the base.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Assemble a Hub-ready folder with a model card. Nothing is uploaded.
+
+    Example: mtp release build --checkpoint grafted --out release --name me/model \
+    --license mit --license-file LICENSE --evaluation eval.json
+    """
+    from mtp.release.assemble import build_release
+
+    files = build_release(
+        checkpoint,
+        out,
+        name=name,
+        license_id=license_id,
+        license_file=license_file,
+        evaluation=evaluation,
+        served=served,
+        base_model=base_model,
+        overwrite=overwrite,
+    )
+    print(f"{out}: {len(files)} files; look at {out / 'README.md'} before you upload it")
 
 
 if __name__ == "__main__":

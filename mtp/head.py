@@ -212,7 +212,9 @@ def _start_from_last_layer(head: MTPHead, base: Checkpoint) -> None:
     last = max((i for i, kind in enumerate(types) if kind == "full_attention"), default=None)
     if last is None:
         raise UserError(
-            "a base with a full-attention layer", f"layer_types {types}", "use warm_start = 'random'"
+            "a base with a full-attention layer",
+            f"layer_types {types}",
+            "use warm_start = 'random'",
         )
     prefix = f"{names.layer_prefix}{last}."
     source = {

@@ -142,6 +142,4 @@ def chunked_loss(
     """
     counts = aligned.valid.sum(-1).clamp(min=1)
     weights = aligned.valid * (position_weights / counts).unsqueeze(-1)
-    return _ChunkedLoss.apply(
-        aligned.student, aligned, weights, lm_head, objective, chunk_size
-    )  # type: ignore[no-any-return]
+    return _ChunkedLoss.apply(aligned.student, aligned, weights, lm_head, objective, chunk_size)  # type: ignore[no-any-return]

@@ -17,6 +17,11 @@ def track(
     from tqdm import tqdm
 
     yield from tqdm(
-        iterable, desc=description, total=total, unit=unit, disable=not sys.stderr.isatty(),
-        dynamic_ncols=True, leave=False,
+        iterable,
+        desc=description,
+        total=total,
+        unit=unit,
+        disable=not sys.stderr.isatty(),
+        dynamic_ncols=True,
+        leave=False,
     )

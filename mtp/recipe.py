@@ -87,7 +87,9 @@ def load_recipe(path: Path | None) -> Recipe:
         text = path.read_text()
         values = tomllib.loads(text)
     except OSError as error:
-        raise UserError("a recipe file", f"{path}: {error.strerror}", "name one in recipes/") from error
+        raise UserError(
+            "a recipe file", f"{path}: {error.strerror}", "name one in recipes/"
+        ) from error
     except tomllib.TOMLDecodeError as error:
         raise UserError("a recipe in TOML", f"{path}: {error}", "correct that line") from error
     return typing.cast(Recipe, _build(Recipe, values, str(path)))

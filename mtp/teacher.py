@@ -7,6 +7,7 @@ makes sure of it (`lm_head(hidden)` must give the model's own logits).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,7 @@ class Teacher:
     device: torch.device
 
     @classmethod
-    def load(
-        cls, base: Path, *, device: str = "auto", dtype: torch.dtype | None = None
-    ) -> Teacher:
+    def load(cls, base: Path, *, device: str = "auto", dtype: torch.dtype | None = None) -> Teacher:
         """Load a base from a local folder.
 
         Args:
@@ -98,44 +97,46 @@ class Teacher:
 
     @torch.no_grad()
     def continue_greedily(
-        self, prompts: list[list[int]], num_tokens: int, *, batch_size: int = 16
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, *, batch_size: int = 16
     ) -> list[list[int]]:
-        """Greedy continuations of exactly `num_tokens` tokens, end-of-turn tokens not special.
-
-        Prompts of equal length share a batch, so that no padding can touch the numerics.
-        """
+        """Greedy continuations of exactly `num_tokens` tokens, end-of-turn tokens not special."""
         from mtp.progress import track
 
-        by_length: dict[int, list[int]] = {}
-        for index, prompt in enumerate(prompts):
-            by_length.setdefault(len(prompt), []).append(index)
-        batches = [
-            indices[start : start + batch_size]
-            for indices in by_length.values()
-            for start in range(0, len(indices), batch_size)
-        ]
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+        batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
         continued: dict[int, list[int]] = {}
         for indices in track(batches, "base continues the prompts", unit="batch"):
-            tokens = torch.tensor([prompts[i] for i in indices], device=self.device)
-            for index, row in zip(indices, self._greedy(tokens, num_tokens), strict=True):
-                continued[index] = row
-        return [continued[i] for i in range(len(prompts))]
+            rows = self._greedy([prompts[index] for index in indices], num_tokens)
+            continued.update(zip(indices, rows, strict=True))
+        return [continued[index] for index in range(len(prompts))]
 
-    def _greedy(self, tokens: torch.Tensor, num_tokens: int) -> list[list[int]]:
+    def _greedy(self, prompts: list[Sequence[int]], num_tokens: int) -> list[list[int]]:
         # A plain loop: `generate` cannot be told to run past the end-of-turn token without
         # suppressing it, and what the base says there is what a draft is verified against.
+        # Rows start together at the shortest prompt and longer ones are fed their own tokens
+        # until they end, so that no padding can touch the numerics.
         from transformers import DynamicCache
 
-        cache = DynamicCache(config=self.model.config)
-        keyword = cache_keyword(self.model)
-        new: list[torch.Tensor] = []
-        for _ in range(num_tokens):
+        cache = {cache_keyword(self.model): DynamicCache(config=self.model.config)}
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        shortest, longest = int(lengths.min()), int(lengths.max())
+        tokens = torch.zeros(
+            len(prompts), longest + num_tokens, dtype=torch.long, device=self.device
+        )
+        for row, prompt in zip(tokens, prompts, strict=True):
+            row[: len(prompt)] = torch.tensor(prompt)
+        start = 0
+        for end in range(shortest, longest + num_tokens):
             output = self.model(
-                input_ids=tokens, use_cache=True, logits_to_keep=1, **{keyword: cache}
+                input_ids=tokens[:, start:end], use_cache=True, logits_to_keep=1, **cache
             )
-            tokens = output.logits[:, -1].argmax(-1, keepdim=True)
-            new.append(tokens)
-        return torch.cat(new, dim=1).tolist()
+            guessed = output.logits[:, -1].argmax(-1)
+            tokens[:, end] = torch.where(lengths > end, tokens[:, end], guessed)
+            start = end
+        return [
+            row[length : length + num_tokens].tolist()
+            for row, length in zip(tokens, lengths.tolist(), strict=True)
+        ]
 
 
 def cache_keyword(model: Any) -> str:

@@ -21,8 +21,8 @@ from graft.staging import staged_folder
 from mtp import __version__
 from mtp.acceptance import continue_prompts, measure
 from mtp.data.batches import token_budget_batches
-from mtp.data.prepare import load_prepared
 from mtp.data.prompts import evaluation_prompts
+from mtp.data.store import load_prepared
 from mtp.head import head_from_base, save_head
 from mtp.losses import Objective, align, chunked_loss
 from mtp.progress import track

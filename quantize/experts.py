@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -25,8 +26,8 @@ from graft.reader import Checkpoint
 from graft.staging import staged_folder
 from mtp.acceptance import continue_prompts, measure
 from mtp.data.batches import token_budget_batches
-from mtp.data.prepare import load_prepared
 from mtp.data.prompts import evaluation_prompts
+from mtp.data.store import load_prepared
 from mtp.head import MTPHead, load_head, open_head
 from mtp.progress import track
 from mtp.recipe import Recipe
@@ -221,6 +222,7 @@ def _producer() -> dict[str, str]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """modelopt prints to stdout, which belongs to `--json`."""
-    with contextlib.redirect_stdout(io.StringIO()):
+    """modelopt prints to stdout, which is for `--json`, and warns of newer versions."""
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         yield

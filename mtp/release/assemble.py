@@ -53,9 +53,7 @@ def build_release(
     """
     report = verify_graft(checkpoint)
     if not report.ok:
-        raise UserError(
-            "a checkpoint that `mtp verify` passes", report.as_text(), "graft it again"
-        )
+        raise UserError("a checkpoint that `mtp verify` passes", report.as_text(), "graft it again")
     if evaluation is None and served is None:
         raise UserError(
             "a measurement for the card",

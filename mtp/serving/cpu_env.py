@@ -88,7 +88,9 @@ def build(folder: Path, torch_requirement: str) -> None:
     site = Path(
         subprocess.run(
             [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-            check=True, capture_output=True, text=True,
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout.strip()
     )
     (site / "mtp_graft_torchvision_shim.py").write_text(SHIM)

@@ -15,12 +15,12 @@ run() {
   "$mtp" "$@"
 }
 
-run nano traces --out "$folder/traces.jsonl" --overwrite
+run nano traces --out "$folder/traces.jsonl"
 run nano code --out "$folder/code" --overwrite
 run nano base --traces "$folder/traces.jsonl" --code "$folder/code" \
   --out "$folder/base" --overwrite
 run data prepare --base "$folder/base" --source "$folder/traces.jsonl" --source "$folder/code" \
-  --max-length 512 --out "$folder/data" --overwrite
+  --licence PSF-2.0 --max-length 1024 --out "$folder/data" --overwrite
 run train --base "$folder/base" --data "$folder/data" --recipe "$recipe" \
   --out "$folder/head" --overwrite
 run eval --base "$folder/base" --head "$folder/head" --data "$folder/data" --recipe "$recipe" \

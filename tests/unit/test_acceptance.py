@@ -45,7 +45,11 @@ def test_replay_counts_what_real_speculative_decoding_counts(few_words_base, num
     torch.manual_seed(0)
     head = head_from_base(Checkpoint(few_words_base), 4, "last").eval()
     prompts = [
-        Prompt(id=str(n), category="code" if n % 2 else "agent", token_ids=(n % 8, 3, 1, n % 5)[: 2 + n % 3])
+        Prompt(
+            id=str(n),
+            category="code" if n % 2 else "agent",
+            token_ids=(n % 8, 3, 1, n % 5)[: 2 + n % 3],
+        )
         for n in range(4)
     ]
     with torch.no_grad():

@@ -45,9 +45,7 @@ def test_chain_is_what_the_definition_says(teacher, head):
                 # Position j <= i reads token j+k+1 and the previous module at j.
                 tokens = ids[:, k + 1 : k + 2 + i]
                 e = zero_centred_norm(embeddings[tokens], head.pre_fc_norm_embedding.weight, 1e-6)
-                g = zero_centred_norm(
-                    previous[:, : i + 1], head.pre_fc_norm_hidden.weight, 1e-6
-                )
+                g = zero_centred_norm(previous[:, : i + 1], head.pre_fc_norm_hidden.weight, 1e-6)
                 x = torch.cat([e, g], -1) @ head.fc.weight.double().T
                 positions = torch.arange(i + 1).unsqueeze(0)
                 x = head.layers[k](
@@ -56,9 +54,7 @@ def test_chain_is_what_the_definition_says(teacher, head):
                     attention_mask=None,
                 )
                 expected = zero_centred_norm(x[:, -1], head.norm.weight, 1e-6)
-                torch.testing.assert_close(
-                    output[:, i].double(), expected, rtol=1e-3, atol=1e-3
-                )
+                torch.testing.assert_close(output[:, i].double(), expected, rtol=1e-3, atol=1e-3)
             previous = output
 
 

@@ -60,9 +60,11 @@ def test_loss_and_gradient_equal_the_reference(seed, rows, length, steps, chunk,
     outputs, hidden, ids, mask, lm_head, weights = case(seed, rows, length, steps)
     objective = Objective(kl=terms[0], ce=terms[1])
     expected = reference_loss(outputs, hidden, ids, mask, lm_head, objective, weights)
-    expected_gradients = torch.autograd.grad(
-        expected.sum(), outputs, allow_unused=True, materialize_grads=True
-    ) if expected.requires_grad else [torch.zeros_like(o) for o in outputs]
+    expected_gradients = (
+        torch.autograd.grad(expected.sum(), outputs, allow_unused=True, materialize_grads=True)
+        if expected.requires_grad
+        else [torch.zeros_like(o) for o in outputs]
+    )
 
     single = [o.detach().float().requires_grad_() for o in outputs]
     aligned = align(single, hidden.float(), ids, mask)

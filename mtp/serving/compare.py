@@ -1,0 +1,129 @@
+"""`mtp probe`: the same prompts through vLLM without speculation, stock and routed.
+
+Also checks that speculation changed no token: under greedy decoding the outputs of every run of a
+checkpoint must equal those without speculation. (On a GPU two plain runs differ by themselves where
+bf16 logits nearly tie, so there it is reported as a share, not required.)
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from graft.errors import UserError
+from graft.layout import count_head_layers
+from graft.reader import Checkpoint
+from mtp.data.prompts import evaluation_prompts
+from mtp.recipe import EvalRecipe
+from mtp.serving.probe_client import run_probe
+
+SCHEMA_VERSION = 1
+
+
+def compare_runtimes(
+    checkpoints: dict[str, Path],
+    predictions: dict[str, Path],
+    data: Path,
+    recipe: EvalRecipe,
+    *,
+    vllm_python: Path,
+) -> dict[str, Any]:
+    """Serve each checkpoint stock and routed, on the prompts that `mtp eval` uses.
+
+    Args:
+        checkpoints: label -> grafted checkpoint. The first one is also served without
+            speculation; all must share their base.
+        predictions: label -> report of `mtp eval` or `mtp quantize` (its "after").
+        data: folder of `mtp data prepare`.
+        recipe: prompts and tokens.
+        vllm_python: interpreter of the environment with vLLM and the plugin.
+
+    Returns:
+        {"rows": [metrics with label, runtime, same_tokens], "vllm_version", "plain"}.
+
+    Raises:
+        UserError: a checkpoint without a head, vLLM that fails, or a run that was to be routed
+            and was not.
+    """
+    prompts = evaluation_prompts(
+        data, num_prompts=recipe.num_prompts, max_prompt_tokens=recipe.max_prompt_tokens
+    )
+    expected = {label: _read_prediction(path) for label, path in predictions.items()}
+    runs = _runs(checkpoints, [list(prompt.token_ids) for prompt in prompts], recipe.num_tokens)
+    # Absolute, because vLLM runs elsewhere; not resolved, because a venv's python is a link.
+    measured = run_probe(vllm_python.absolute(), runs)
+    by_name = {run["name"]: run for run in measured["runs"]}
+    plain = by_name.pop("plain")
+    rows = []
+    for name, run in by_name.items():
+        label, _, runtime = name.rpartition("/")
+        if runtime == "routed" and run["routed_layers"] < 2:
+            raise UserError(
+                "the routing plugin to be active in vLLM",
+                f"{name}: layer 0 at every position (vLLM {measured['vllm_version']})",
+                f"pip install --no-deps mtp-graft into {vllm_python}'s environment",
+            )
+        outputs = run.pop("outputs")
+        same = sum(a == b for a, b in zip(outputs, plain["outputs"], strict=True))
+        rows.append({**run, "label": f"{label} {runtime}", "runtime": runtime, "same_tokens": same})
+    predicted = [
+        {**metrics, "label": f"{label} routed, predicted", "runtime": "predicted"}
+        for label, metrics in expected.items()
+    ]
+    del plain["outputs"]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "vllm_version": measured["vllm_version"],
+        "num_prompts": len(prompts),
+        "num_tokens": recipe.num_tokens,
+        "plain": plain,
+        "rows": _in_order(rows, predicted, list(checkpoints)),
+    }
+
+
+def _runs(
+    checkpoints: dict[str, Path], prompts: list[list[int]], num_tokens: int
+) -> list[dict[str, Any]]:
+    first = next(iter(checkpoints.values()))
+    common: dict[str, Any] = {"prompts": prompts, "max_tokens": num_tokens}
+    runs = [
+        {"name": "plain", "checkpoint": first.absolute(), "num_speculative_tokens": None, **common}
+    ]
+    for label, folder in checkpoints.items():
+        num_layers = count_head_layers(Checkpoint(folder).names)
+        if not num_layers:
+            raise UserError(f"a grafted checkpoint at {folder}", "no mtp.* tensors", "graft a head")
+        runs += [
+            {
+                "name": f"{label}/{runtime}",
+                "checkpoint": folder.absolute(),
+                "num_speculative_tokens": num_layers,
+                "routing": runtime == "routed",
+                **common,
+            }
+            for runtime in ("stock", "routed")
+        ]
+    return runs
+
+
+def _read_prediction(path: Path) -> dict[str, Any]:
+    try:
+        report = json.loads(path.read_text())
+        return report.get("after", report)
+    except (OSError, ValueError) as error:
+        raise UserError("a report in JSON", f"{path}: {error}", "write it with --report") from error
+
+
+def _in_order(
+    rows: list[dict[str, Any]], predicted: list[dict[str, Any]], labels: list[str]
+) -> list[dict[str, Any]]:
+    """Each label's stock and routed runs, then what was predicted for it."""
+    return [
+        row for label in labels for row in rows + predicted if row["label"].startswith(f"{label} ")
+    ]
+
+
+def table_rows(result: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Rows for `mtp.tables.acceptance_table`."""
+    return [(row["label"], row) for row in result["rows"]]

@@ -1,0 +1,110 @@
+"""Ask a vLLM in another environment for measurements, through `mtp.serving.probe`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from graft.errors import UserError
+from mtp.progress import track
+from mtp.serving.probe import SCHEMA_VERSION, use_environment
+
+TAIL_LINES = 12
+
+
+def run_probe(
+    python: Path, runs: list[dict[str, Any]], *, timeout_seconds: float = 3600
+) -> dict[str, Any]:
+    """Measure `runs` one after the other in one process of `python`, an environment with vLLM.
+
+    Args:
+        python: the interpreter; mtp-graft is installed there too, so that its plugin is found.
+        runs: keyword arguments of `probe.probe`, with a `name` each; paths may be `Path`.
+        timeout_seconds: for all runs together.
+
+    Returns:
+        The probe's result; each run also holds the metrics of `AcceptanceCounts.as_dict`
+        (`cumulative`, `conditional`, `mean_accepted`, `acc_len`) when it speculated.
+
+    Raises:
+        UserError: no such interpreter, or the engine failed: with the end of its log.
+    """
+    with tempfile.TemporaryDirectory(prefix="mtp-probe-") as scratch:
+        folder = Path(scratch)
+        request, result, log = folder / "request.json", folder / "result.json", folder / "log.txt"
+        content = {"schema_version": SCHEMA_VERSION, "runs": runs}
+        request.write_text(json.dumps(content, default=str))
+        command = [str(python), "-m", "mtp.serving.probe", str(request), str(result)]
+        # Not in the caller's folder: a package there would win over the installed one.
+        with log.open("w") as output:
+            try:
+                process = subprocess.Popen(
+                    command, stdout=output, stderr=subprocess.STDOUT, cwd=folder, env=_environment()
+                )
+            except OSError as problem:
+                raise UserError(
+                    "a Python interpreter with vLLM", f"{python}: {problem}", "run `make vllm-env`"
+                ) from None
+            try:
+                _wait(process, result, [run["name"] for run in runs], timeout_seconds)
+            finally:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+        if process.returncode != 0 or not result.is_file():
+            raise UserError(
+                f"vLLM in {python} to finish {len(runs)} runs",
+                f"exit status {process.returncode} and this at the end of its log: {_tail(log)}",
+                "correct what it names, or build a known environment with `make vllm-env`",
+            )
+        measured: dict[str, Any] = json.loads(result.read_text())
+    for run in measured["runs"]:
+        _add_metrics(run)
+    return measured
+
+
+def _environment() -> dict[str, str]:
+    """The caller's environment without what would make vLLM import the caller's packages."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    use_environment(kept)
+    return kept
+
+
+def _wait(process: Any, result: Path, names: list[str], timeout_seconds: float) -> None:
+    """Wait for the process, moving a progress bar when a run has been written."""
+    deadline = time.monotonic() + timeout_seconds
+    for number, _ in enumerate(track(names, "vLLM runs"), start=1):
+        while process.poll() is None and _num_finished(result) < number:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"{len(names)} vLLM runs within {timeout_seconds:.0f} s",
+                    f"run {number} ({names[number - 1]}) unfinished",
+                    "use fewer prompts or tokens, or a faster machine",
+                )
+            time.sleep(0.2)
+    process.wait(timeout=60)
+
+
+def _num_finished(result: Path) -> int:
+    return len(json.loads(result.read_text())["runs"]) if result.is_file() else 0
+
+
+def _tail(log: Path) -> str:
+    """The last lines of the log, from the last exception on when there is one."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return " / ".join(lines[-TAIL_LINES:])
+
+
+def _add_metrics(run: dict[str, Any]) -> None:
+    if run["num_speculative_tokens"]:
+        from mtp.acceptance import AcceptanceCounts
+
+        counts = AcceptanceCounts(
+            run["num_speculative_tokens"], run["num_drafts"], run["accepted_per_position"]
+        )
+        run |= counts.as_dict()

@@ -1,0 +1,89 @@
+"""The command line: quick help, stable exit codes, one line for a user's mistake."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import mtp
+from mtp.cli import app
+
+COMMANDS = [
+    (), ("data",), ("data", "prepare"), ("nano",), ("nano", "traces"), ("nano", "code"),
+    ("nano", "base"), ("train",), ("eval",), ("quantize",), ("graft",), ("verify",), ("probe",),
+    ("release",), ("release", "build"),
+]  # fmt: skip
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mtp.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help(command):
+    result = CliRunner().invoke(app, [*command, "--help"])
+    assert result.exit_code == 0
+    if command and len(command[-1]) > 3 and command not in [("data",), ("nano",), ("release",)]:
+        assert "Example" in result.output
+
+
+def test_help_loads_nothing_heavy_and_answers_quickly():
+    script = (
+        "import sys; sys.argv = ['mtp', '--help']\n"
+        "import mtp.cli\n"
+        "try: mtp.cli.main()\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'transformers', 'datasets', 'modelopt'} & set(sys.modules)))"
+    )
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        times.append(time.perf_counter() - started)
+    assert result.stdout.splitlines()[-1] == "[]"
+    assert min(times) < 0.5
+
+
+def test_version():
+    assert run("--version").stdout == f"mtp-graft {mtp.__version__}\n"
+
+
+def test_wrong_usage_is_2():
+    assert run("graft").returncode == 2
+    assert run("nonsense").returncode == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", "--base", "nowhere", "--data", "nowhere"),
+        ("eval", "--base", "nowhere", "--data", "nowhere"),
+        ("quantize", "--base", "nowhere", "--data", "nowhere"),
+        ("quantize", "--dequantize"),
+        ("graft", "--base", "nowhere", "--out", "out"),
+        ("verify", "nowhere"),
+        ("data", "prepare", "--base", "nowhere", "--source", "nothing", "--out", "out"),
+        ("nano", "base", "--traces", "nothing", "--code", "nowhere", "--out", "out"),
+    ],
+    ids=lambda arguments: " ".join(arguments[:2]),
+)
+def test_a_missing_input_is_one_line_and_1(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run(*arguments)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    line = result.stderr.strip()
+    assert line.startswith("mtp: expected ") and "; found " in line and "\n" not in line
+    assert not list(Path(tmp_path).iterdir())  # nothing half-written
+
+
+def test_the_base_as_output_is_refused(random_base, tmp_path):
+    head = tmp_path / "head"
+    for out in (random_base, random_base / "inside"):
+        result = run("graft", "--base", random_base, "--head", head, "--out", out)
+        assert result.returncode == 1
+        assert result.stderr.startswith("mtp: expected ")
