@@ -71,6 +71,12 @@ class Teacher:
         teacher._check_final_norm()
         return teacher
 
+    def autocast(self) -> torch.autocast:
+        """bfloat16 arithmetic where the base itself runs in it; nothing in float32."""
+        dtype = self.lm_head.dtype
+        enabled = dtype != torch.float32
+        return torch.autocast(self.device.type, dtype=dtype if enabled else None, enabled=enabled)
+
     @torch.no_grad()
     def hidden(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[B, T] token ids, padded on the right -> [B, T, H] after the final norm."""

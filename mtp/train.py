@@ -1,8 +1,9 @@
 """`mtp train`: distil a head from the base that will be served.
 
-The loop reads top to bottom in `train`. One step: take a batch of whole rows, let the frozen base
-produce its hidden states, run the chain over them, compare each step's prediction with the base's
-own distribution at the matching position, and update the head's weights only.
+`train` sets up, measures before and after, and writes; `optimize` is the loop. One step: take a
+batch of whole rows, let the frozen base produce its hidden states, run the chain over them, compare
+each step's prediction with the base's own distribution at the matching position, and update the
+head's weights only.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mtp.acceptance import continue_prompts, measure
 from mtp.data.batches import token_budget_batches
 from mtp.data.prompts import evaluation_prompts
 from mtp.data.store import load_prepared
-from mtp.head import head_from_base, save_head
+from mtp.head import MTPHead, head_from_base, save_head
 from mtp.losses import Objective, align, chunked_loss
 from mtp.progress import track
 from mtp.recipe import LossRecipe, Recipe, TrainRecipe
@@ -56,7 +57,6 @@ def train(
         UserError: a broken base or data folder, or an `out` that must not be written.
     """
     torch.manual_seed(recipe.train.seed)
-    settings = recipe.train
     with staged_folder(out, overwrite=overwrite, sources=[base, data]) as staging:
         checkpoint = Checkpoint(base)
         checkpoint.require_supported()
@@ -73,49 +73,14 @@ def train(
         text = continue_prompts(teacher, prompts, recipe.eval.num_tokens, head.num_layers)
         before = measure(teacher, head, text)
 
-        weights = position_weights(recipe.loss, head.num_layers).to(teacher.device)
-        objective = Objective(kl=recipe.loss.kl, ce=recipe.loss.ce)
-        optimizer = torch.optim.AdamW(
-            head.parameters(),
-            lr=settings.learning_rate,
-            betas=(0.9, 0.95),
-            weight_decay=settings.weight_decay,
-        )
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: learning_rate_factor(settings, step)
-        )
-
-        head.train()
-        started, num_tokens, history = time.monotonic(), 0, []
-        batches = endless_batches(rows, settings)
-        for step in track(range(settings.steps), "training the head", unit="step"):
-            batch = next(batches)
-            input_ids = batch.input_ids.to(teacher.device)
-            hidden = teacher.hidden(input_ids).float()
-            outputs = head.chain(hidden, teacher.embed(input_ids).float())
-            aligned = align(outputs, hidden, input_ids, batch.loss_mask.to(teacher.device))
-            losses = chunked_loss(aligned, teacher.lm_head.float(), objective, weights)
-            losses.sum().backward()
-            norm = torch.nn.utils.clip_grad_norm_(head.parameters(), settings.max_gradient_norm)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad(set_to_none=True)
-
-            num_tokens += int(batch.lengths.sum())
-            history.append(
-                {
-                    "step": step,
-                    "loss_per_position": (losses.detach() / weights).tolist(),
-                    "gradient_norm": float(norm),
-                    "tokens": num_tokens,
-                }
-            )
+        started = time.monotonic()
+        history = optimize(head, teacher, rows, recipe)
         seconds = time.monotonic() - started
 
         after = measure(teacher, head, text)
         summary = {
-            "steps": settings.steps,
-            "tokens": num_tokens,
+            "steps": recipe.train.steps,
+            "tokens": history[-1]["tokens"] if history else 0,
             "seconds": seconds,
             "final_loss_per_position": history[-1]["loss_per_position"] if history else None,
             "before": before,
@@ -128,7 +93,7 @@ def train(
             provenance={
                 "tool": f"mtp-graft {__version__}",
                 "recipe": asdict(recipe),
-                "tokens": num_tokens,
+                "tokens": summary["tokens"],
                 "warm_start_mean_accepted": before["mean_accepted"],
                 "licences": sorted(data_licences(data)),
             },
@@ -136,6 +101,50 @@ def train(
         )
         write_history(staging / "history.jsonl", history)
     return summary
+
+
+def optimize(head: MTPHead, teacher: Teacher, rows: Any, recipe: Recipe) -> list[dict[str, Any]]:
+    """The loop. Updates `head` in place; returns one record an optimizer step."""
+    settings = recipe.train
+    objective = Objective(kl=recipe.loss.kl, ce=recipe.loss.ce)
+    weights = position_weights(recipe.loss, head.num_layers).to(teacher.device)
+    optimizer = torch.optim.AdamW(
+        head.parameters(),
+        lr=settings.learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=settings.weight_decay,
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate_factor(settings, step)
+    )
+    head.train()
+    num_tokens, history = 0, []
+    batches = endless_batches(rows, settings)
+    for step in track(range(settings.steps), "training the head", unit="step"):
+        batch = next(batches)
+        input_ids = batch.input_ids.to(teacher.device)
+        hidden, embeddings = teacher.hidden(input_ids), teacher.embed(input_ids)
+        with teacher.autocast():  # float32 weights; bfloat16 arithmetic on a GPU
+            outputs = head.chain(hidden.float(), embeddings.float())
+        outputs = [output.to(hidden.dtype) for output in outputs]
+        aligned = align(outputs, hidden, input_ids, batch.loss_mask.to(teacher.device))
+        losses = chunked_loss(aligned, teacher.lm_head, objective, weights)
+        losses.sum().backward()
+        norm = torch.nn.utils.clip_grad_norm_(head.parameters(), settings.max_gradient_norm)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad(set_to_none=True)
+
+        num_tokens += int(batch.lengths.sum())
+        history.append(
+            {
+                "step": step,
+                "loss_per_position": (losses.detach() / weights).tolist(),
+                "gradient_norm": float(norm),
+                "tokens": num_tokens,
+            }
+        )
+    return history
 
 
 def position_weights(recipe: LossRecipe, num_steps: int) -> torch.Tensor:

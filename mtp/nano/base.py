@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 MAX_POSITIONS = 4096
-DEFAULT_STEPS = 290
+DEFAULT_STEPS = 560
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +80,9 @@ def train_base(
     traces: Path,
     code: Path | None = None,
     steps: int = DEFAULT_STEPS,
-    rows_per_step: int = 4,
+    rows_per_step: int = 2,
     row_length: int = 512,
-    learning_rate: float = 4e-3,
+    learning_rate: float = 5e-3,
     held_out_percent: int = 5,
     seed: int = 0,
     overwrite: bool = False,
