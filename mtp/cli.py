@@ -111,6 +111,8 @@ def nano_base(
     traces: Annotated[Path, typer.Option(help="JSONL of `mtp nano traces`.")],
     code: Annotated[Path, typer.Option(help="Folder of `mtp nano code`.")],
     out: Out,
+    recipe: RecipeFile = None,
+    device: Device = "auto",
     seed: Annotated[int, typer.Option(help="Seed of weights and order.")] = 0,
     overwrite: Overwrite = False,
 ) -> None:
@@ -119,8 +121,17 @@ def nano_base(
     Example: mtp nano base --traces traces.jsonl --code code --out base
     """
     from mtp.nano.base import train_base
+    from mtp.recipe import load_recipe
 
-    report = train_base(out, traces=traces, code=code, seed=seed, overwrite=overwrite)
+    report = train_base(
+        out,
+        traces=traces,
+        code=code,
+        recipe=load_recipe(recipe).base,
+        device=device,
+        seed=seed,
+        overwrite=overwrite,
+    )
     print(
         f"{out}: {report.num_parameters / 1e6:.1f}M parameters, {report.steps} steps in "
         f"{report.seconds:.0f} s, loss {report.first_loss:.2f} -> {report.final_loss:.2f}"

@@ -26,19 +26,33 @@ class Objective:
     kl: float = 1.0
     ce: float = 0.1
 
-    def per_token(
+    def loss_and_gradient(
         self, logits: torch.Tensor, teacher_logits: torch.Tensor, targets: torch.Tensor
-    ) -> torch.Tensor:
-        """Loss of each token: [K, N, V] logits, [N, V] teacher logits, [N] targets -> [K, N]."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss of each token, and its gradient by the logits, written out: with q the head's and
+        p the base's distribution, d KL = q - p and d CE = q - onehot(target).
+
+        Args:
+            logits: [K, N, V].
+            teacher_logits: [N, V].
+            targets: [N].
+
+        Returns:
+            [K, N] and [K, N, V], both float32.
+        """
         log_q = F.log_softmax(logits.float(), dim=-1)
-        loss = torch.zeros(log_q.shape[:-1], device=logits.device)
+        index = targets.expand(log_q.shape[:-1]).unsqueeze(-1)
+        loss = -self.ce * log_q.gather(-1, index).squeeze(-1)
         if self.kl:
             log_p = F.log_softmax(teacher_logits.float(), dim=-1)
-            loss = loss + self.kl * (log_p.exp() * (log_p - log_q)).sum(-1)
-        if self.ce:
-            picked = log_q.gather(-1, targets.expand(log_q.shape[:-1]).unsqueeze(-1))
-            loss = loss - self.ce * picked.squeeze(-1)
-        return loss
+            p = log_p.exp()
+            entropy = -(p * log_p).sum(-1)
+            loss -= self.kl * (entropy + torch.einsum("nv,knv->kn", p, log_q))
+        gradient = log_q.exp_().mul_(self.kl + self.ce)
+        if self.kl:
+            gradient -= self.kl * p
+        gradient.scatter_add_(-1, index, torch.full_like(index, -self.ce, dtype=gradient.dtype))
+        return loss, gradient
 
 
 @dataclass(frozen=True)
@@ -101,17 +115,15 @@ class _ChunkedLoss(torch.autograd.Function):
         totals = torch.zeros(student.shape[0], device=student.device)
         for start in range(0, student.shape[1], chunk_size):
             chunk = slice(start, start + chunk_size)
-            with torch.enable_grad():
-                piece = student[:, chunk].detach().requires_grad_()
-                loss = objective.per_token(
-                    F.linear(piece, lm_head),
-                    F.linear(aligned.teacher[chunk], lm_head),
-                    aligned.targets[chunk],
-                )
-                # A step without this target has weight 0.
-                per_step = (loss * weights[:, chunk]).sum(-1)
-                (gradient[:, chunk],) = torch.autograd.grad(per_step.sum(), piece)
-            totals += per_step.detach()
+            loss, by_logits = objective.loss_and_gradient(
+                F.linear(student[:, chunk], lm_head),
+                F.linear(aligned.teacher[chunk], lm_head),
+                aligned.targets[chunk],
+            )
+            # A step without this target has weight 0.
+            totals += (loss * weights[:, chunk]).sum(-1)
+            by_logits *= weights[:, chunk].unsqueeze(-1)
+            gradient[:, chunk] = by_logits.to(lm_head.dtype) @ lm_head
         ctx.save_for_backward(gradient)
         return totals
 
@@ -127,7 +139,7 @@ def chunked_loss(
     objective: Objective,
     position_weights: torch.Tensor,
     *,
-    chunk_size: int = 2048,
+    chunk_size: int | None = None,
 ) -> torch.Tensor:
     """Weighted loss of each step: [K]; its sum is the training loss.
 
@@ -138,8 +150,10 @@ def chunked_loss(
         lm_head: [V, H], frozen.
         objective: the terms.
         position_weights: [K].
-        chunk_size: targets a chunk; memory is about chunk_size * V * (K + 1) floats.
+        chunk_size: targets a chunk; memory is about 3 * chunk_size * V * K floats. By default 2048
+            on a GPU, and on a CPU as many as its caches hold.
     """
+    chunk_size = chunk_size or (2048 if lm_head.is_cuda else 64)
     counts = aligned.valid.sum(-1).clamp(min=1)
     weights = aligned.valid * (position_weights / counts).unsqueeze(-1)
     return _ChunkedLoss.apply(aligned.student, aligned, weights, lm_head, objective, chunk_size)  # type: ignore[no-any-return]

@@ -17,6 +17,29 @@ from graft.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
+class BaseRecipe:
+    """A small base for demos and benchmarks (`mtp nano base`).
+
+    full_attention_interval: every n-th layer is full attention, the others gated delta net; 1
+    makes all full, which vLLM's CPU build needs. rows_per_step: half of them traces, half code.
+    """
+
+    hidden_size: int = 128
+    num_layers: int = 2
+    full_attention_interval: int = 1
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 64
+    num_experts: int = 8
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 64
+    steps: int = 560
+    rows_per_step: int = 2
+    row_length: int = 512
+    learning_rate: float = 5e-3
+
+
+@dataclass(frozen=True, kw_only=True)
 class HeadRecipe:
     """num_layers: K; warm_start: auto, native, last or random (see `mtp.head.head_from_base`)."""
 
@@ -68,6 +91,7 @@ class QuantizeRecipe:
 class Recipe:
     """Everything that decides a head's weights and its measurements, but the base and the data."""
 
+    base: BaseRecipe = field(default_factory=BaseRecipe)
     head: HeadRecipe = field(default_factory=HeadRecipe)
     loss: LossRecipe = field(default_factory=LossRecipe)
     train: TrainRecipe = field(default_factory=TrainRecipe)

@@ -1,6 +1,7 @@
 """Train the demo's small base on the spot: a real Qwen3.5-MoE, only small.
 
-Full attention in every layer, because vLLM's CPU build cannot speculate on gated-delta-net layers.
+By default full attention in every layer, because vLLM's CPU build cannot speculate on
+gated-delta-net layers; `recipes/hybrid` mixes both kinds, as the real models do.
 Trained for a fixed number of steps, not seconds, so that the same seed gives the same base.
 """
 
@@ -22,12 +23,13 @@ from mtp.data.split import is_held_out
 from mtp.nano.stdlib import code_files, stdlib_files, stdlib_root
 from mtp.nano.tokenizer import END_OF_TEXT, build_tokenizer, render
 from mtp.progress import track
+from mtp.recipe import BaseRecipe
+from mtp.teacher import pick_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 MAX_POSITIONS = 4096
-DEFAULT_STEPS = 560
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,32 +44,39 @@ class BaseReport:
     seconds: float
 
 
-def base_config(vocab_size: int, eos_token_id: int, pad_token_id: int) -> Any:
-    """Configuration of the small base: 2 full-attention layers of 8 experts, 2 active."""
+def base_config(recipe: BaseRecipe, vocab_size: int, eos_token_id: int, pad_token_id: int) -> Any:
+    """Configuration of the small base."""
     from transformers import Qwen3_5MoeTextConfig
 
-    head_dim, num_layers = 64, 2
+    interval = recipe.full_attention_interval
+    # Half the rotated dimensions, shared out as Qwen shares [11, 11, 10].
+    rotated = recipe.head_dim // 8
+    third = -(-rotated // 3)
     return Qwen3_5MoeTextConfig(
         vocab_size=-(-vocab_size // 64) * 64,
-        hidden_size=128,
-        num_hidden_layers=num_layers,
-        layer_types=["full_attention"] * num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=head_dim,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
+        hidden_size=recipe.hidden_size,
+        num_hidden_layers=recipe.num_layers,
+        layer_types=[
+            "linear_attention" if (index + 1) % interval else "full_attention"
+            for index in range(recipe.num_layers)
+        ],
+        num_attention_heads=recipe.num_attention_heads,
+        num_key_value_heads=recipe.num_key_value_heads,
+        head_dim=recipe.head_dim,
+        linear_num_key_heads=recipe.num_key_value_heads,
+        linear_num_value_heads=recipe.num_attention_heads,
+        num_experts=recipe.num_experts,
+        num_experts_per_tok=recipe.num_experts_per_tok,
+        moe_intermediate_size=recipe.moe_intermediate_size,
+        shared_expert_intermediate_size=recipe.moe_intermediate_size,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=False,
-        # The sections share out the rotated half-dimensions: head_dim * 0.25 / 2.
         rope_parameters={
             "rope_type": "default",
             "rope_theta": 10_000.0,
             "partial_rotary_factor": 0.25,
             "mrope_interleaved": True,
-            "mrope_section": [3, 3, 2],
+            "mrope_section": [third, third, rotated - 2 * third],
         },
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
@@ -79,10 +88,8 @@ def train_base(
     *,
     traces: Path,
     code: Path | None = None,
-    steps: int = DEFAULT_STEPS,
-    rows_per_step: int = 2,
-    row_length: int = 512,
-    learning_rate: float = 5e-3,
+    recipe: BaseRecipe | None = None,
+    device: str = "auto",
     held_out_percent: int = 5,
     seed: int = 0,
     overwrite: bool = False,
@@ -95,10 +102,8 @@ def train_base(
         out: folder to write: BF16 shards, index, configs, tokenizer, chat template.
         traces: JSONL as `record_traces` writes it.
         code: folder of Python files; the interpreter's standard library when None.
-        steps: optimizer steps; half of each step's rows are traces, half are code.
-        rows_per_step: rows of each step, an even number.
-        row_length: tokens of a row; documents are packed back to back.
-        learning_rate: peak of the cosine schedule.
+        recipe: sizes, steps, and rows a step; documents are packed back to back into rows.
+        device: "auto", "cpu", "cuda", ...
         held_out_percent: as given to `mtp data prepare`.
         seed: decides weights and order; also the seed of the held-out split.
         overwrite: replace an existing `out`.
@@ -110,15 +115,12 @@ def train_base(
     conversations = _training_traces(traces, seed=seed, percent=held_out_percent)
     documents = _training_code(code, seed=seed, percent=held_out_percent)
     tokenizer, streams = _tokenize(conversations, documents)
-    rows = [_rows(stream, row_length) for stream in streams]
+    recipe = recipe or BaseRecipe()
+    rows = [_rows(stream, recipe.row_length) for stream in streams]
     torch.manual_seed(seed)
-    model = _new_model(tokenizer)
-    report = _optimize(
-        model,
-        _batches(rows, steps=steps, rows_per_step=rows_per_step, seed=seed),
-        steps=steps,
-        learning_rate=learning_rate,
-    )
+    model = _new_model(recipe, tokenizer).to(pick_device(device))
+    batches = _batches(rows, steps=recipe.steps, rows_per_step=recipe.rows_per_step, seed=seed)
+    report = _optimize(model, batches, steps=recipe.steps, learning_rate=recipe.learning_rate)
     with staged_folder(out, overwrite=overwrite, sources=[code] if code else []) as staging:
         save_base(model, tokenizer, staging)
     return report
@@ -140,10 +142,10 @@ def save_base(model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> N
     tokenizer.save_pretrained(folder)
 
 
-def _new_model(tokenizer: PreTrainedTokenizerFast) -> Any:
+def _new_model(recipe: BaseRecipe, tokenizer: PreTrainedTokenizerFast) -> Any:
     from transformers import Qwen3_5MoeForCausalLM
 
-    config = base_config(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
+    config = base_config(recipe, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
     model = Qwen3_5MoeForCausalLM._from_config(config, dtype=torch.float32)
     model.set_experts_implementation("grouped_mm")
     return model
@@ -226,25 +228,28 @@ def _optimize(
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _warm_up_then_cosine(steps))
-    losses: list[float] = []
+    losses: list[torch.Tensor] = []
     num_tokens, started = 0, time.perf_counter()
     model.train()
     for ids in track(batches, "training the base", total=steps, unit="step"):
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        ids = ids.to(model.device)
+        # float32 weights; bfloat16 arithmetic on a GPU.
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type != "cpu"):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
+        losses.append(loss.detach())
         num_tokens += ids.numel()
     seconds = time.perf_counter() - started
     model.eval()
     last = losses[-max(1, steps // 20) :]
     return BaseReport(
         steps=steps,
-        first_loss=losses[0],
-        final_loss=sum(last) / len(last),
+        first_loss=float(losses[0]),
+        final_loss=float(sum(last) / len(last)),
         num_parameters=sum(p.numel() for p in model.parameters()),
         tokens_per_second=num_tokens / seconds,
         seconds=seconds,

@@ -17,6 +17,9 @@ from mtp.nano.agent import record_traces
 from mtp.nano.stdlib import code_files, copy_stdlib, stdlib_files, stdlib_root
 from mtp.nano.tokenizer import TAG_TOKENS, build_tokenizer, chat_template, render
 from mtp.nano.workspace import TOOLS
+from mtp.recipe import BaseRecipe
+
+SHORT = BaseRecipe(steps=5, row_length=128)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +34,7 @@ def inputs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(inputs, tmp_path_factory):
     out = tmp_path_factory.mktemp("trained") / "base"
-    report = base.train_base(out, steps=5, row_length=128, **sources(inputs))
+    report = base.train_base(out, recipe=SHORT, **sources(inputs))
     return out, report
 
 
@@ -87,7 +90,7 @@ def test_vocabulary_of_the_asked_size():
         [path.read_text("utf-8") for path in stdlib_files()[:6]], num_entries=700
     )
     assert len(tokenizer) == 700
-    assert base.base_config(len(tokenizer), 1, 0).vocab_size == 704
+    assert base.base_config(SHORT, len(tokenizer), 1, 0).vocab_size == 704
 
 
 def test_training_lowers_the_loss_and_reports_it(trained):
@@ -121,7 +124,7 @@ def test_a_reload_reproduces_the_logits(inputs, tmp_path, tokenizer):
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = base._new_model(tokenizer).eval()
+    model = base._new_model(SHORT, tokenizer).eval()
     base.save_base(model, tokenizer, tmp_path)
     ids = torch.tensor([tokenizer.encode("def main():\n    return 1\n")])
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
@@ -146,7 +149,7 @@ def test_generates_from_the_chat_template(trained, tokenizer):
 
 
 def test_same_seed_same_weights(trained, inputs, tmp_path):
-    base.train_base(tmp_path / "again", steps=5, row_length=128, **sources(inputs))
+    base.train_base(tmp_path / "again", recipe=SHORT, **sources(inputs))
     shards = sorted(path.name for path in trained[0].glob("*.safetensors"))
     assert shards
     for shard in shards:
@@ -193,10 +196,18 @@ def test_bad_traces_leave_nothing(inputs, tmp_path, traces, complaint):
     if traces is not None:
         path.write_text(traces)
     with pytest.raises(UserError, match=complaint):
-        base.train_base(tmp_path / "out", traces=path, code=inputs / "stdlib", row_length=128)
+        base.train_base(tmp_path / "out", traces=path, code=inputs / "stdlib", recipe=SHORT)
     assert not (tmp_path / "out").exists()
 
 
 def test_an_existing_base_is_kept(trained, inputs):
     with pytest.raises(UserError, match="--overwrite"):
         base.train_base(trained[0], **sources(inputs))
+
+
+def test_a_hybrid_base_mixes_both_kinds_of_layers():
+    config = base.base_config(
+        BaseRecipe(num_layers=8, full_attention_interval=4, head_dim=128), 700, 1, 0
+    )
+    assert config.layer_types == ([*["linear_attention"] * 3, "full_attention"] * 2)
+    assert sum(config.rope_parameters["mrope_section"]) == 128 * 0.25 / 2
