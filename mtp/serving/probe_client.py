@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import tempfile
 import time
@@ -14,7 +16,8 @@ from graft.errors import UserError
 from mtp.progress import track
 from mtp.serving.probe import SCHEMA_VERSION, use_environment
 
-TAIL_LINES = 12
+EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")
+MESSAGE_LENGTH = 600
 
 
 def run_probe(
@@ -59,8 +62,9 @@ def run_probe(
         if process.returncode != 0 or not result.is_file():
             raise UserError(
                 f"vLLM in {python} to finish {len(runs)} runs",
-                f"exit status {process.returncode} and this at the end of its log: {_tail(log)}",
-                "correct what it names, or build a known environment with `make vllm-env`",
+                f"exit status {process.returncode}: {_last_complaint(log)}",
+                f"correct what it names (whole log: {_keep(log)}), or build a known environment "
+                "with `make vllm-env`",
             )
         measured: dict[str, Any] = json.loads(result.read_text())
     for run in measured["runs"]:
@@ -94,10 +98,18 @@ def _num_finished(result: Path) -> int:
     return len(json.loads(result.read_text())["runs"]) if result.is_file() else 0
 
 
-def _tail(log: Path) -> str:
-    """The last lines of the log, from the last exception on when there is one."""
+def _last_complaint(log: Path) -> str:
+    """The log from its last exception on, without the frames; else its last lines."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return " / ".join(lines[-TAIL_LINES:])
+    exceptions = [i for i, line in enumerate(lines) if EXCEPTION.match(line)]
+    return " / ".join(lines[exceptions[-1] :] if exceptions else lines)[-MESSAGE_LENGTH:]
+
+
+def _keep(log: Path) -> Path:
+    """Copy the log out of the folder that is about to go."""
+    handle, name = tempfile.mkstemp(prefix="mtp-probe-", suffix=".log")
+    os.close(handle)
+    return Path(shutil.copy(log, name))
 
 
 def _add_metrics(run: dict[str, Any]) -> None:

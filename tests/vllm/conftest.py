@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mtp.serving.probe import use_environment
 
-# Before torch is imported: see probe.ENVIRONMENT.
+# One thread: these models are so small that threads only wait for each other, and they wait by
+# spinning, since torch may have been imported before OMP_WAIT_POLICY is set here.
 use_environment(os.environ)
+torch.set_num_threads(1)
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 HERE = Path(__file__).parent
@@ -26,7 +29,9 @@ TINY_NOISE = {"trunk_noise": 4.0, "head_noise": 3.0}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if importlib.util.find_spec("vllm") is not None:
+    spec = importlib.util.find_spec("vllm")
+    # This folder itself looks like a namespace package of that name.
+    if spec is not None and spec.origin is not None:
         return
     if REQUIRED:
         pytest.exit("MTP_REQUIRE_VLLM=1, and this Python has no vllm: run `make vllm-env`", 1)

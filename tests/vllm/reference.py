@@ -67,7 +67,7 @@ class ReferenceChain:
 
         self.base = Qwen3_5MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
         text_config = self.base.config.to_dict()
-        self.head = MTPHead(text_config, text_config["mtp_num_hidden_layers"], "eager").float()
+        self.head = MTPHead(text_config, text_config["mtp_num_hidden_layers"]).float()
         tensors = load_file(folder / "model.safetensors")
         self.head.load_state_dict(
             {n.removeprefix("mtp."): t for n, t in tensors.items() if n.startswith("mtp.")},

@@ -17,17 +17,23 @@ from mtp.serving.vllm_history import History
 LENGTHS = (5, 9, 20, 40, 3, 60, 17, 33, 1, 2)
 NEAR_TIE = 1e-3
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "one batch": {"max_num_batched_tokens": 512, "max_num_seqs": 16},
     "chunks, joining and leaving": {"max_num_batched_tokens": 24, "max_num_seqs": 3},
     "preemption": {
-        "max_num_batched_tokens": 64, "max_num_seqs": 16, "num_gpu_blocks_override": 16, "block_size": 32,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 16,
+        "num_gpu_blocks_override": 16,
+        "block_size": 32,
         "max_model_len": 128,
     },
     "prefix caching": {
-        "max_num_batched_tokens": 64, "max_num_seqs": 4, "enable_prefix_caching": True, "block_size": 32,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 4,
+        "enable_prefix_caching": True,
+        "block_size": 32,
     },
-}  # fmt: skip
+}
 
 
 def prompts(shared_prefix: int = 0) -> list[dict[str, Any]]:
@@ -79,7 +85,7 @@ def serve(engine: Any, folder: Path, num_steps: int, shared_prefix: int = 0, **o
     llm = engine(folder, num_steps, **options)
     recorder = Recorder().attach(llm)
     parameters = [
-        SamplingParams(temperature=0, max_tokens=20 + 7 * i, ignore_eos=True, detokenize=False)
+        SamplingParams(temperature=0, max_tokens=16 + 3 * i, ignore_eos=True, detokenize=False)
         for i in range(len(LENGTHS))
     ]
     outputs = llm.generate(prompts(shared_prefix), parameters, use_tqdm=False)
@@ -100,7 +106,7 @@ def test_drafts_equal_the_reference_chain(
     found = Comparison(reference, recorder, outputs)
     assert found.num_wrong == 0
     assert found.num_ties <= found.num_drafts // 100
-    assert found.num_drafts > 100
+    assert found.num_drafts > 60
     assert set(found.accepted) == {0, 1, 2, 3, 4}, "not every length of rejection occurred"
     if case == "chunks, joining and leaving":
         assert recorder.num_chunk_ends >= 5
@@ -111,16 +117,14 @@ def test_drafts_equal_the_reference_chain(
         assert counter(llm, "vllm:prefix_cache_hits") > 0
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "num_steps"), [(4, 2), (4, 3), (2, 2), (6, 6), (3, 3), (4, 1)]
-)
+@pytest.mark.parametrize(("num_layers", "num_steps"), [(4, 2), (2, 2), (6, 6), (3, 3), (4, 1)])
 def test_other_numbers_of_layers_and_steps(
     num_layers: int, num_steps: int, engine: Any, tmp_path: Path
 ) -> None:
     folder = build(tmp_path, num_mtp_layers=num_layers, **TINY_NOISE)
     _, recorder, outputs = serve(engine, folder, num_steps, **CASES["chunks, joining and leaving"])
     found = Comparison(ReferenceChain(folder), recorder, outputs)
-    assert found.num_drafts > 100
+    assert found.num_drafts > 60
     assert found.num_ties <= found.num_drafts // 100
     # One step is stock vLLM's own loop, which appends a wrong token at the end of a prompt chunk.
     assert found.num_wrong == 0 or num_steps == 1
