@@ -33,9 +33,12 @@ def start(work: Path, timeout: float) -> None:
         folder.mkdir(exist_ok=True)
         (folder / "spec.json").write_text(json.dumps(spec))
         log = (folder / "log.txt").open("w")
+        environment = {**os.environ, **spec["environment"]}
+        if first := environment.pop("PYTHONPATH_FIRST", None):
+            environment["PYTHONPATH"] = f"{first}:{environment.get('PYTHONPATH', '')}"
         subprocess.Popen(
             [sys.executable, str(WORKER), str(folder)], stdout=log, stderr=log,
-            env={**os.environ, **spec["environment"]}, start_new_session=True, cwd=folder,
+            env=environment, start_new_session=True, cwd=folder,
         )  # fmt: skip
         time.sleep(2)
     deadline = time.monotonic() + timeout

@@ -114,9 +114,7 @@ def test_saved_sharded_in_bf16(trained):
     config = json.loads((trained[0] / "config.json").read_text())
     assert config["architectures"] == ["Qwen3_5MoeForCausalLM"]
     assert config["dtype"] == "bfloat16" and not config["tie_word_embeddings"]
-    rope = config["rope_parameters"]
-    rotated = int(config["head_dim"] * rope["partial_rotary_factor"])
-    assert sum(rope["mrope_section"]) == rotated // 2
+    assert "mrope_section" not in config["rope_parameters"]  # vLLM's CPU drafter crashes on it
 
 
 def test_a_reload_reproduces_the_logits(inputs, tmp_path, tokenizer):
@@ -207,7 +205,6 @@ def test_an_existing_base_is_kept(trained, inputs):
 
 def test_a_hybrid_base_mixes_both_kinds_of_layers():
     config = base.base_config(
-        BaseRecipe(num_layers=8, full_attention_interval=4, head_dim=128), 700, 1, 0
+        BaseRecipe(num_layers=8, full_attention_interval=4), 700, 1, 0
     )
     assert config.layer_types == ([*["linear_attention"] * 3, "full_attention"] * 2)
-    assert sum(config.rope_parameters["mrope_section"]) == 128 * 0.25 / 2
