@@ -102,10 +102,12 @@ class MTPHead(nn.Module):
         )
         x = self.fc(joined)
         position_ids = positions.unsqueeze(0)
+        # Three equal rows (time, height, width): transformers 5.17 does not expand them itself.
+        rotary = self.rotary_emb(x, position_ids.expand(3, 1, -1))
         # No mask: sdpa is causal then, and rows are padded on the right only.
         x = self.layers[k](
             x,
-            position_embeddings=self.rotary_emb(x, position_ids),
+            position_embeddings=rotary,
             attention_mask=None,
             position_ids=position_ids,
         )

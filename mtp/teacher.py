@@ -107,10 +107,12 @@ class Teacher:
 
     @torch.no_grad()
     def continue_greedily(
-        self, prompts: Sequence[Sequence[int]], num_tokens: int, *, batch_size: int = 16
+        self, prompts: Sequence[Sequence[int]], num_tokens: int
     ) -> list[list[int]]:
         """Greedy continuations of exactly `num_tokens` tokens, end-of-turn tokens not special."""
         from mtp.progress import track
+
+        batch_size = 16 if self.device.type == "cpu" else 64
 
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]

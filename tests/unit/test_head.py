@@ -47,7 +47,7 @@ def test_chain_is_what_the_definition_says(teacher, head):
                 e = zero_centred_norm(embeddings[tokens], head.pre_fc_norm_embedding.weight, 1e-6)
                 g = zero_centred_norm(previous[:, : i + 1], head.pre_fc_norm_hidden.weight, 1e-6)
                 x = torch.cat([e, g], -1) @ head.fc.weight.double().T
-                positions = torch.arange(i + 1).unsqueeze(0)
+                positions = torch.arange(i + 1).expand(3, 1, -1)
                 x = head.layers[k](
                     x.float(),
                     position_embeddings=head.rotary_emb(x.float(), positions),
