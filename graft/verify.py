@@ -73,9 +73,15 @@ class VerifyReport:
 def verify_graft(out: Path, base: Path | None = None) -> VerifyReport:
     """Check the checkpoint `out`, and against `base` where it is given.
 
-    A broken `out` is a failed check; a broken `base` is a UserError.
+    A broken `out` is a failed check; a missing `out` and a broken `base` are UserErrors.
     """
     out = Path(out)
+    if not out.is_dir():
+        raise UserError(
+            f"a grafted checkpoint's folder at {out}",
+            "a file" if out.exists() else "nothing",
+            "give the folder that mtp graft wrote",
+        )
     try:
         grafted = Checkpoint(out)
         grafted.require_supported()

@@ -17,6 +17,7 @@ from mtp import __version__
 
 app = typer.Typer(
     name="mtp",
+    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -76,7 +77,7 @@ def _emit(result: dict[str, Any], as_json: bool, report: Path | None, table: Any
     else:
         from rich.console import Console
 
-        Console().print(table)
+        Console(width=None if sys.stdout.isatty() else 100).print(table)
 
 
 @nano_app.command("traces")

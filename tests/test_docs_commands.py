@@ -38,7 +38,7 @@ def problems_of(line):
     return f"no option {unknown}" if unknown else None
 
 
-@pytest.mark.parametrize("line", documented_commands())
+@pytest.mark.parametrize("line", list(documented_commands()))
 def test_documented_command_exists(line):
     assert problems_of(line) is None
 
