@@ -16,8 +16,8 @@ EDITS = {
             "            input_ids, positions, hidden_states, intermediate_tensors, inputs_embeds\n"
             "        )",
             "        hidden_states = self.model(\n"
-            "            input_ids, positions, hidden_states, intermediate_tensors, inputs_embeds,\n"
-            "            kwargs.get('spec_step_idx', 0)\n"
+            "            input_ids, positions, hidden_states, intermediate_tensors,\n"
+            "            inputs_embeds, kwargs.get('spec_step_idx', 0)\n"
             "        )",
         ),
     ],

@@ -17,6 +17,7 @@ from mtp.progress import track
 from mtp.serving.probe import SCHEMA_VERSION, use_environment
 
 EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")
+RANK = re.compile(r"^\[rank\d+\]:")
 MESSAGE_LENGTH = 600
 
 
@@ -100,7 +101,8 @@ def _num_finished(result: Path) -> int:
 
 def _last_complaint(log: Path) -> str:
     """The log from its last exception on, without the frames; else its last lines."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    text = log.read_text(errors="replace")
+    lines = [RANK.sub("", line).strip() for line in text.splitlines() if line.strip()]
     exceptions = [i for i, line in enumerate(lines) if EXCEPTION.match(line)]
     return " / ".join(lines[exceptions[-1] :] if exceptions else lines)[-MESSAGE_LENGTH:]
 

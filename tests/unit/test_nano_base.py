@@ -204,7 +204,5 @@ def test_an_existing_base_is_kept(trained, inputs):
 
 
 def test_a_hybrid_base_mixes_both_kinds_of_layers():
-    config = base.base_config(
-        BaseRecipe(num_layers=8, full_attention_interval=4), 700, 1, 0
-    )
+    config = base.base_config(BaseRecipe(num_layers=8, full_attention_interval=4), 700, 1, 0)
     assert config.layer_types == ([*["linear_attention"] * 3, "full_attention"] * 2)
