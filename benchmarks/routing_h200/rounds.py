@@ -1,17 +1,20 @@
 """Stock against routed on a GPU: acceptance, and speed in alternated rounds.
 
-    python rounds.py start WORK    # start one engine a variant, wait until all are ready
-    python rounds.py measure WORK OUT.json
+    python rounds.py start WORK SECONDS             # one engine a variant; wait until ready
+    python rounds.py measure WORK OUT.json SECONDS  # as many rounds as fit
+    python rounds.py stop WORK
 
 WORK/variants.json: {"prompts": [[ids]], "variants": {name: {"checkpoint", "num_speculative_tokens",
-"engine", "environment"}}}. `run.sh` beside this file writes it, on the machine where the head was
-trained. Rounds of all variants alternate, so that clocks and neighbours hit them alike; every
+"engine", "environment"}}}; `variants.py` beside this file writes it. In every round each variant
+serves the same prompts, one after the other, so that clocks and neighbours hit them alike; every
 speed is given as a ratio within its round.
 """
 
+import contextlib
+import itertools
 import json
-import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -22,8 +25,9 @@ from mtp.acceptance import AcceptanceCounts
 
 WORKER = Path(__file__).with_name("worker.py")
 MAX_TOKENS = 200
-ROUNDS = {1: 6, 16: 12, 64: 12}  # concurrency -> rounds
-PROMPTS = {1: 4, 16: 64, 64: 128}  # concurrency -> requests a round
+PROMPTS = {1: 2, 16: 32, 64: 128}  # concurrency -> requests a round
+# 97.5 % quantile of Student's t at 1, 2, ... degrees of freedom; the last serves beyond.
+STUDENT_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14)
 
 
 def start(work: Path, timeout: float) -> None:
@@ -36,10 +40,11 @@ def start(work: Path, timeout: float) -> None:
         environment = {**os.environ, **spec["environment"]}
         if first := environment.pop("PYTHONPATH_FIRST", None):
             environment["PYTHONPATH"] = f"{first}:{environment.get('PYTHONPATH', '')}"
-        subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, str(WORKER), str(folder)], stdout=log, stderr=log,
             env=environment, start_new_session=True, cwd=folder,
         )  # fmt: skip
+        (folder / "pid").write_text(str(process.pid))
         time.sleep(2)
     deadline = time.monotonic() + timeout
     waiting = list(plan["variants"])
@@ -82,74 +87,99 @@ class Engines:
 def measure(work: Path, out: Path, budget: float) -> None:
     plan = json.loads((work / "variants.json").read_text())
     engines = Engines(work, list(plan["variants"]))
-    end, prompts = plan["end_tokens"], plan["prompts"]
     deadline = time.monotonic() + budget
-    report: dict = {"schema_version": 1, "acceptance": {}, "speed": {}, "variants": engines.names}
+    report: dict = {"schema_version": 1, "variants": engines.names}
     report |= {key: plan[key] for key in ("hardware", "vllm_version", "predicted")}
+    report["seconds_to_start"] = {
+        name: json.loads((work / name / "ready.json").read_text())["seconds_to_start"]
+        for name in engines.names
+    }
+    report["acceptance"] = acceptance(engines, plan)
+    out.write_text(json.dumps(report, indent=1))
+    speeds: dict = {c: {name: [] for name in engines.names} for c in PROMPTS}
+    started, longest, number = time.monotonic(), 0.0, -1  # round -1 warms up and is not counted
+    while time.monotonic() + longest < deadline:
+        for concurrency, count in PROMPTS.items():
+            for name in engines.names if number % 2 else engines.names[::-1]:
+                result = engines.ask(name, request(plan, number, count, concurrency))
+                if number >= 0:
+                    speeds[concurrency][name].append(result["num_tokens"] / result["seconds"])
+        longest, started = max(longest, time.monotonic() - started), time.monotonic()
+        number += 1
+        report["speed"] = {
+            concurrency: {"tokens_per_second": found, "ratios": ratios(found)}
+            for concurrency, found in speeds.items()
+        }
+        out.write_text(json.dumps(report, indent=1))
+    print(f"{number} rounds; the longest took {longest:.1f} s")
+    for concurrency, found in speeds.items():
+        for name in found if number > 0 else []:
+            print(concurrency, name, f"{statistics.mean(found[name]):.1f} tok/s", flush=True)
 
-    def request(count: int, concurrency: int, ignore_eos: bool) -> dict:
-        chosen = [prompts[i % len(prompts)] for i in range(count)]
-        return {"prompts": chosen, "concurrency": concurrency, "max_tokens": MAX_TOKENS,
-                "ignore_eos": ignore_eos, "end_tokens": end}  # fmt: skip
 
-    outputs = {}
+def acceptance(engines: Engines, plan: dict) -> dict:
+    """Each variant's own counters on all prompts, and how many requests equal plain's."""
+    found, outputs = {}, {}
+    everything = request(plan, 0, len(plan["prompts"]), 16) | {"ignore_eos": False}
     for name in list(engines.names):
         try:
-            result = engines.ask(name, request(len(prompts), 16, False))
+            result = engines.ask(name, everything)
         except RuntimeError as error:
             print(error)
             engines.names.remove(name)
             continue
         outputs[name] = result.pop("outputs")
         if result["num_drafts"]:
-            counts = AcceptanceCounts(
-                len(result["accepted_per_position"]),
-                result["num_drafts"],
-                result["accepted_per_position"],
-            )
-            result |= counts.as_dict()
+            accepted = result["accepted_per_position"]
+            result |= AcceptanceCounts(len(accepted), result["num_drafts"], accepted).as_dict()
             print(name, f"{result['mean_accepted']:.3f}", result["cumulative"], flush=True)
-        report["acceptance"][name] = result
-    plain = outputs.get("plain", [])
-    for name, found in outputs.items():
-        same = sum(a == b for a, b in zip(found, plain, strict=False))
-        report["acceptance"][name]["requests_equal_to_plain"] = same
-    for concurrency, rounds in ROUNDS.items():
-        speeds: dict[str, list[float]] = {name: [] for name in engines.names}
-        for number in range(-1, rounds):  # round -1 warms up and is not counted
-            if time.monotonic() > deadline:
-                break
-            order = engines.names if number % 2 else engines.names[::-1]
-            for name in order:
-                count = concurrency if number < 0 else PROMPTS[concurrency]
-                result = engines.ask(name, request(count, concurrency, True))
-                if number >= 0:
-                    speeds[name].append(result["num_tokens"] / result["seconds"])
-        report["speed"][concurrency] = {
-            "tokens_per_second": speeds,
-            "ratios": {
-                f"{a} / {b}": ratio(speeds[a], speeds[b])
-                for a in speeds
-                for b in ("plain", "stock", "edited", "stock-eager", "nvfp4-stock", "routed-eager")
-                if a != b and b in speeds and speeds[b]
-            },
-        }
-        for name in speeds:
-            if speeds[name]:
-                print(concurrency, name, f"{statistics.mean(speeds[name]):.1f} tok/s", flush=True)
-        out.write_text(json.dumps(report, indent=1))
+        found[name] = result
+    if "plain" in outputs:  # the same engine again: how much of a difference is noise
+        outputs["plain again"] = engines.ask("plain", everything)["outputs"]
+        for name in [name for name in outputs if name != "plain"]:
+            same = sum(a == b for a, b in zip(outputs[name], outputs["plain"], strict=True))
+            found.setdefault(name, {})["requests_equal_to_plain"] = same
+            print(name, same, "requests equal to plain's")
+    return found
 
 
-def ratio(left: list[float], right: list[float]) -> dict:
-    """Mean of the per-round ratios, with its 95 % interval (normal approximation)."""
-    ratios = [a / b for a, b in zip(left, right, strict=True)]
-    mean = statistics.mean(ratios)
-    half = 1.96 * statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else math.nan
-    return {"mean": mean, "low": mean - half, "high": mean + half, "rounds": len(ratios)}
+def request(plan: dict, number: int, count: int, concurrency: int) -> dict:
+    """What an engine is asked in round `number`: each round goes on where the last one ended."""
+    prompts = plan["prompts"]
+    chosen = [prompts[(number * count + i) % len(prompts)] for i in range(count)]
+    return {"prompts": chosen, "concurrency": concurrency, "max_tokens": MAX_TOKENS,
+            "ignore_eos": True, "end_tokens": plan["end_tokens"]}  # fmt: skip
+
+
+def ratios(speeds: dict[str, list[float]]) -> dict[str, dict]:
+    """Mean of the per-round ratios of every two variants, with its 95 % interval."""
+    found = {}
+    for a, b in itertools.permutations(speeds, 2):
+        per_round = [x / y for x, y in zip(speeds[a], speeds[b], strict=True)]
+        if len(per_round) < 2:
+            continue
+        mean, error = (
+            statistics.mean(per_round),
+            statistics.stdev(per_round) / len(per_round) ** 0.5,
+        )
+        half = STUDENT_T[min(len(per_round) - 1, len(STUDENT_T)) - 1] * error
+        found[f"{a} / {b}"] = {
+            "mean": mean, "low": mean - half, "high": mean + half, "rounds": len(per_round),
+        }  # fmt: skip
+    return found
+
+
+def stop(work: Path) -> None:
+    for path in work.glob("*/pid"):
+        # Workers lead a process group each, which holds their engine's process.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(int(path.read_text()), signal.SIGKILL)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "start":
         start(Path(sys.argv[2]), float(sys.argv[3]))
+    elif sys.argv[1] == "stop":
+        stop(Path(sys.argv[2]))
     else:
         measure(Path(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4]))

@@ -15,15 +15,19 @@ K = 4
 
 def main(work: Path, edited: Path, cpu: bool) -> None:
     bf16, nvfp4 = str(work / "grafted"), str(work / "grafted-nvfp4")
-    common = {"max_model_len": 1100, "max_num_seqs": 64}
+    # Rounds repeat prompts, and cached prefixes would hide their prefill.
+    common = {"max_model_len": 1100, "max_num_seqs": 64, "enable_prefix_caching": False}
     if cpu:
         gpu, compiled, eager = {}, {"enforce_eager": True}, {"enforce_eager": True}
     else:
+        # A fixed cache: engines that start together would count each other's memory as theirs.
         gpu = {
             "attention_backend": "TRITON_ATTN", "gdn_prefill_backend": "triton",
-            "gpu_memory_utilization": 0.09, "kernel_config": {"enable_jit_warmup": False},
+            "gpu_memory_utilization": 0.09, "kv_cache_memory_bytes": 6 << 30,
+            "kernel_config": {"enable_jit_warmup": False},
         }  # fmt: skip
-        sizes = [n * (K + 1) for n in (1, 2, 4, 8, 16, 32, 64)]
+        # One token a request where nothing is drafted and in stock's later steps, else K + 1.
+        sizes = sorted({n * m for n in (1, 2, 4, 8, 16, 32, 64) for m in (1, K + 1)})
         compiled = {"compilation_config": {"cudagraph_capture_sizes": sizes}}
         eager = {"enforce_eager": True}
     off, on = {"MTP_GRAFT_ROUTING": "off"}, {"MTP_GRAFT_ROUTING": "on"}
