@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from mtp.recipe import EvalRecipe
 from mtp.teacher import Teacher
 
 SCHEMA_VERSION = 1
+Runtime = Literal["routed", "stock"]
 
 
 @dataclass
@@ -114,14 +115,17 @@ def replay(
 
 @torch.no_grad()
 def draft_tokens(
-    teacher: Teacher, head: MTPHead, tokens: Sequence[int], num_steps: int
+    teacher: Teacher,
+    head: MTPHead,
+    tokens: Sequence[int],
+    num_steps: int,
+    runtime: Runtime = "routed",
 ) -> list[list[int]]:
     """Drafts of every step at every start of one sequence: element [k][p] guesses token p+k+2."""
     ids = torch.tensor([list(tokens)], device=teacher.device)
     dtype = next(head.parameters()).dtype
-    outputs = head.chain(
-        teacher.hidden(ids).to(dtype), teacher.embed(ids).to(dtype), num_steps=num_steps
-    )
+    chain = head.chain if runtime == "routed" else head.chain_stock
+    outputs = chain(teacher.hidden(ids).to(dtype), teacher.embed(ids).to(dtype), num_steps)
     lm_head = teacher.lm_head.to(dtype)
     return [F.linear(output[0], lm_head).argmax(-1).tolist() for output in outputs]
 
@@ -151,7 +155,12 @@ def continue_prompts(
 
 
 def measure(
-    teacher: Teacher, head: MTPHead, text: Continuations, *, num_steps: int | None = None
+    teacher: Teacher,
+    head: MTPHead,
+    text: Continuations,
+    *,
+    num_steps: int | None = None,
+    runtime: Runtime = "routed",
 ) -> dict[str, Any]:
     """Acceptance of a head on the base's own continuations.
 
@@ -160,6 +169,8 @@ def measure(
         head: the draft head, on the teacher's device.
         text: from `continue_prompts`.
         num_steps: tokens drafted a round; K when not given.
+        runtime: "routed" runs each step's own layer over the whole window; "stock" repeats layer 0
+            as an unpatched vLLM does.
 
     Returns:
         Overall metrics, with the same by category under "by_category".
@@ -172,7 +183,7 @@ def measure(
     for prompt, continuation in track(pairs, "replaying speculative decoding", unit="prompt"):
         tokens = [*prompt.token_ids, *continuation]
         counts = replay(
-            draft_tokens(teacher, head, tokens, steps),
+            draft_tokens(teacher, head, tokens, steps, runtime),
             tokens,
             len(prompt.token_ids),
             text.num_tokens,
@@ -184,14 +195,20 @@ def measure(
         "schema_version": SCHEMA_VERSION,
         "num_prompts": len(text.prompts),
         "num_tokens": text.num_tokens,
-        "runtime": "routed",
+        "runtime": runtime,
         **total.as_dict(),
         "by_category": {name: counts.as_dict() for name, counts in sorted(by_category.items())},
     }
 
 
 def evaluate(
-    base: Path, head_folder: Path, data: Path, recipe: EvalRecipe, *, device: str = "auto"
+    base: Path,
+    head_folder: Path,
+    data: Path,
+    recipe: EvalRecipe,
+    *,
+    runtime: Runtime = "routed",
+    device: str = "auto",
 ) -> dict[str, Any]:
     """`mtp eval`: acceptance of a head folder on held-out prompts.
 
@@ -205,4 +222,4 @@ def evaluate(
         data, num_prompts=recipe.num_prompts, max_prompt_tokens=recipe.max_prompt_tokens
     )
     text = continue_prompts(teacher, prompts, recipe.num_tokens, head.num_layers)
-    return measure(teacher, head, text)
+    return measure(teacher, head, text, runtime=runtime)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,6 +40,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="TOML recipe; see recipes/.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1 ...")]
 Report = Annotated[Path | None, typer.Option("--report", help="Also write the JSON here.")]
+
+
+class Runtime(StrEnum):
+    """routed: each position on its own layer; stock: an unpatched vLLM, layer 0 repeated."""
+
+    routed = "routed"
+    stock = "stock"
 
 
 def main() -> None:
@@ -214,6 +222,7 @@ def eval_command(
     base: Base,
     data: Data,
     head: Head = Path("head"),
+    runtime: Annotated[Runtime, typer.Option(help="Which vLLM is predicted.")] = Runtime.routed,
     recipe: RecipeFile = None,
     device: Device = "auto",
     as_json: AsJson = False,
@@ -227,9 +236,11 @@ def eval_command(
     from mtp.recipe import load_recipe
     from mtp.tables import acceptance_table
 
-    metrics = evaluate(base, head, data, load_recipe(recipe).eval, device=device)
+    metrics = evaluate(
+        base, head, data, load_recipe(recipe).eval, runtime=runtime.value, device=device
+    )
     rows = [("all", metrics), *metrics["by_category"].items()]
-    _emit(metrics, as_json, report, acceptance_table(rows, f"{head}, predicted, routed"))
+    _emit(metrics, as_json, report, acceptance_table(rows, f"{head}, predicted, {runtime.value}"))
 
 
 @app.command("quantize")

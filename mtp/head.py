@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ class MTPHead(nn.Module):
         self.pre_fc_norm_embedding = norm_class(hidden, eps=eps)
         self.pre_fc_norm_hidden = norm_class(hidden, eps=eps)
         self.layers = nn.ModuleList(layer_class(self.config, k) for k in range(num_layers))
+        self._cache_keyword = cache_keyword(layer_class)
         self.norm = norm_class(hidden, eps=eps)
         self.rotary_emb = getattr(modeling, f"{prefix}TextRotaryEmbedding")(self.config)
 
@@ -90,9 +92,18 @@ class MTPHead(nn.Module):
         return len(self.layers)
 
     def step(
-        self, k: int, hidden: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor
+        self,
+        k: int,
+        hidden: torch.Tensor,
+        embeddings: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+        cache: RepeatedLayerCache | None = None,
     ) -> torch.Tensor:
         """Run module k over a window: [B, T, H] hidden and embeddings, [T] positions.
+
+        Without a mask, attention is causal: rows are padded on the right only.
 
         Returns [B, T, H] after `norm`: what `lm_head` and module k+1 read.
         """
@@ -104,12 +115,13 @@ class MTPHead(nn.Module):
         position_ids = positions.unsqueeze(0)
         # Three equal rows (time, height, width): transformers 5.17 does not expand them itself.
         rotary = self.rotary_emb(x, position_ids.expand(3, 1, -1))
-        # No mask: sdpa is causal then, and rows are padded on the right only.
+        keywords = {self._cache_keyword: cache} if cache else {}
         x = self.layers[k](
             x,
             position_embeddings=rotary,
-            attention_mask=None,
+            attention_mask=mask,
             position_ids=position_ids,
+            **keywords,
         )
         return self.norm(x)
 
@@ -142,6 +154,70 @@ class MTPHead(nn.Module):
             )
             outputs.append(hidden)
         return outputs
+
+    def chain_stock(
+        self, hidden: torch.Tensor, embeddings: torch.Tensor, num_steps: int
+    ) -> list[torch.Tensor]:
+        """What a stock vLLM runs instead: layer 0 at every step, one cache, all starts in parallel.
+
+        Step 0 covers the window. Step k >= 1 is one token at position p+k for a start p: it reads
+        its own previous output and the embedding of token p+k+1, and attends to step 0's keys up
+        to p and to this start's own keys of steps 1..k. Source: vLLM `llm_base_proposer.py`.
+
+        Args and returns are those of `chain`; element k at index p belongs to start p.
+        """
+        outputs = []
+        length = hidden.shape[1]
+        positions = torch.arange(length, device=hidden.device)
+        cache = RepeatedLayerCache()
+        for k in range(num_steps):
+            window = length - 1 - k
+            if window < 1:
+                break
+            mask = None
+            if k:
+                causal = torch.ones(window, window, dtype=torch.bool, device=hidden.device).tril()
+                own = torch.eye(window, dtype=torch.bool, device=hidden.device)
+                mask = torch.cat([causal, *[own] * k], dim=1)[None, None]
+            hidden = self.step(
+                0,
+                hidden[:, :window],
+                embeddings[:, k + 1 :],
+                positions[:window] + k,
+                mask=mask,
+                cache=cache,
+            )
+            outputs.append(hidden)
+        return outputs
+
+
+class RepeatedLayerCache:
+    """Keys and values of one layer that runs several steps over shrinking windows of starts.
+
+    It stands in for transformers' cache, of which an attention layer uses `update` alone.
+    """
+
+    def __init__(self) -> None:
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add a step's [B, heads, W, D]; return all steps' first W entries, one after the other."""
+        self.keys.append(keys)
+        self.values.append(values)
+        window = keys.shape[2]
+        return (
+            torch.cat([step[:, :, :window] for step in self.keys], dim=2),
+            torch.cat([step[:, :, :window] for step in self.values], dim=2),
+        )
+
+
+def cache_keyword(module_class: type[nn.Module]) -> str:
+    """Name of the cache argument: `past_key_values` up to transformers 5.2x, `cache` after."""
+    parameters = inspect.signature(inspect.unwrap(module_class.forward)).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
 
 
 def _layer_config(modeling: Any, prefix: str, text_config: dict[str, Any], num_layers: int) -> Any:

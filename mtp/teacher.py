@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from graft.errors import UserError
 from graft.reader import Checkpoint
+from mtp.head import cache_keyword
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -129,7 +130,9 @@ class Teacher:
         # until they end, so that no padding can touch the numerics.
         from transformers import DynamicCache
 
-        cache = {cache_keyword(self.model): DynamicCache(config=self.model.config)}
+        cache = {
+            cache_keyword(type(self.model.get_decoder())): DynamicCache(config=self.model.config)
+        }
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         shortest, longest = int(lengths.min()), int(lengths.max())
         tokens = torch.zeros(
@@ -149,12 +152,3 @@ class Teacher:
             row[length : length + num_tokens].tolist()
             for row, length in zip(tokens, lengths.tolist(), strict=True)
         ]
-
-
-def cache_keyword(model: Any) -> str:
-    """Name of the cache argument: `past_key_values` up to transformers 5.2x, `cache` after."""
-    import inspect
-
-    decoder = type(model.get_decoder())
-    source = inspect.unwrap(decoder.forward)
-    return "cache" if "cache" in inspect.signature(source).parameters else "past_key_values"

@@ -12,7 +12,29 @@ from mtp.head import head_from_base
 from mtp.teacher import Teacher
 
 
-def decode_speculatively(teacher, head, prompt, num_tokens, num_steps):
+def draft_routed(teacher, head, tokens, num_steps):
+    """Each step's own layer over the whole window, ids shifted left, drafts appended."""
+    hidden, last, work = teacher.hidden(torch.tensor([tokens[:-1]])), len(tokens) - 2, list(tokens)
+    for k in range(num_steps):
+        shifted = torch.tensor([work[k + 1 : k + 2 + last]])
+        positions = torch.arange(last + 1)
+        hidden = head.step(k % head.num_layers, hidden, teacher.embed(shifted), positions)
+        work.append(int((teacher.lm_head @ hidden[0, -1]).argmax()))
+    return work
+
+
+def draft_stock(teacher, head, tokens, num_steps):
+    """Layer 0 as one causal sequence: the window, then its own outputs at the next positions."""
+    inputs, work = teacher.hidden(torch.tensor([tokens[:-1]])), list(tokens)
+    for _ in range(num_steps):
+        embeddings = teacher.embed(torch.tensor([work[1:]]))
+        output = head.step(0, inputs, embeddings, torch.arange(inputs.shape[1]))[:, -1:]
+        work.append(int((teacher.lm_head @ output[0, -1]).argmax()))
+        inputs = torch.cat([inputs, output], dim=1)
+    return work
+
+
+def decode_speculatively(teacher, head, prompt, num_tokens, num_steps, draft):
     """Greedy speculative decoding as an engine does it: draft, verify, move on. No replay."""
 
     def greedy(tokens: list[int]) -> list[int]:
@@ -22,14 +44,7 @@ def decode_speculatively(teacher, head, prompt, num_tokens, num_steps):
     counts = AcceptanceCounts(num_steps)
     tokens = [*prompt, greedy([*prompt])[-1]]
     while len(tokens) - len(prompt) < num_tokens:
-        known = torch.tensor([tokens[:-1]])
-        hidden, last = teacher.hidden(known), len(tokens) - 2
-        work = list(tokens)
-        for k in range(num_steps):
-            shifted = torch.tensor([work[k + 1 : k + 2 + last]])
-            positions = torch.arange(last + 1)
-            hidden = head.step(k % head.num_layers, hidden, teacher.embed(shifted), positions)
-            work.append(int((teacher.lm_head @ hidden[0, -1]).argmax()))
+        work = draft(teacher, head, tokens, num_steps)
         drafts, checked = work[len(tokens) :], greedy(work)
         accepted = 0
         while accepted < num_steps and drafts[accepted] == checked[len(tokens) - 1 + accepted]:
@@ -39,8 +54,11 @@ def decode_speculatively(teacher, head, prompt, num_tokens, num_steps):
     return counts, tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("num_steps", [2, 4, 8])
-def test_replay_counts_what_real_speculative_decoding_counts(few_words_base, num_steps):
+@pytest.mark.parametrize(
+    ("num_steps", "runtime"),
+    [(2, "routed"), (4, "routed"), (8, "routed"), (4, "stock"), (6, "stock")],
+)
+def test_replay_counts_what_real_speculative_decoding_counts(few_words_base, num_steps, runtime):
     teacher = Teacher.load(few_words_base, device="cpu")
     torch.manual_seed(0)
     head = head_from_base(Checkpoint(few_words_base), 4, "last").eval()
@@ -54,10 +72,13 @@ def test_replay_counts_what_real_speculative_decoding_counts(few_words_base, num
     ]
     with torch.no_grad():
         text = continue_prompts(teacher, prompts, 24, num_steps)
-        found = measure(teacher, head, text, num_steps=num_steps)
+        found = measure(teacher, head, text, num_steps=num_steps, runtime=runtime)
+        draft = draft_routed if runtime == "routed" else draft_stock
         expected = AcceptanceCounts(num_steps)
         for prompt, continuation in zip(prompts, text.continuations, strict=True):
-            counts, tokens = decode_speculatively(teacher, head, prompt.token_ids, 24, num_steps)
+            counts, tokens = decode_speculatively(
+                teacher, head, prompt.token_ids, 24, num_steps, draft
+            )
             assert tokens[:24] == continuation[:24]  # speculation is lossless
             expected.merge(counts)
     assert found["num_drafts"] == expected.num_drafts
