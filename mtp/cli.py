@@ -303,19 +303,19 @@ def probe_command(
     from mtp.tables import acceptance_table
 
     result = compare_runtimes(
-        _labelled(checkpoint), _labelled(predicted or []), data, load_recipe(recipe).eval,
+        dict(_labelled(checkpoint)), _labelled(predicted or []), data, load_recipe(recipe).eval,
         vllm_python=vllm_python,
     )  # fmt: skip
     title = f"vLLM {result['vllm_version']}, greedy; cumulative acceptance"
     _emit(result, as_json, report, acceptance_table(table_rows(result), title))
 
 
-def _labelled(items: list[str]) -> dict[str, Path]:
+def _labelled(items: list[str]) -> list[tuple[str, Path]]:
     pairs = [item.partition("=") for item in items]
     wrong = [item for item, (label, _, path) in zip(items, pairs, strict=True) if not path]
     if wrong:
         raise typer.BadParameter(f"expected LABEL=PATH, found {', '.join(wrong)}")
-    return {label: Path(path) for label, _, path in pairs}
+    return [(label, Path(path)) for label, _, path in pairs]
 
 
 @app.command("graft")

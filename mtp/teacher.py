@@ -24,10 +24,6 @@ def pick_device(name: str = "auto") -> torch.device:
     """The device to run on: "auto" is CUDA where there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cpu":
-        # Gradients of rarely chosen experts decay into denormal numbers, on which a CPU is many
-        # times slower (docs/notes.md). Threads that torch starts later inherit the flag.
-        torch.set_flush_denormal(True)
     return torch.device(name)
 
 

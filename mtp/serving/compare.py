@@ -23,7 +23,7 @@ SCHEMA_VERSION = 1
 
 def compare_runtimes(
     checkpoints: dict[str, Path],
-    predictions: dict[str, Path],
+    predictions: list[tuple[str, Path]],
     data: Path,
     recipe: EvalRecipe,
     *,
@@ -34,7 +34,7 @@ def compare_runtimes(
     Args:
         checkpoints: label -> grafted checkpoint. The first one is also served without
             speculation; all must share their base.
-        predictions: label -> report of `mtp eval` or `mtp quantize` (its "after").
+        predictions: labels with reports of `mtp eval` or `mtp quantize` (its "after").
         data: folder of `mtp data prepare`.
         recipe: prompts and tokens.
         vllm_python: interpreter of the environment with vLLM and the plugin.
@@ -49,7 +49,7 @@ def compare_runtimes(
     prompts = evaluation_prompts(
         data, num_prompts=recipe.num_prompts, max_prompt_tokens=recipe.max_prompt_tokens
     )
-    expected = {label: _read_prediction(path) for label, path in predictions.items()}
+    expected = [(label, _read_prediction(path)) for label, path in predictions]
     runs = _runs(checkpoints, [list(prompt.token_ids) for prompt in prompts], recipe.num_tokens)
     # Absolute, because vLLM runs elsewhere; not resolved, because a venv's python is a link.
     measured = run_probe(vllm_python.absolute(), runs)
@@ -68,8 +68,8 @@ def compare_runtimes(
         same = sum(a == b for a, b in zip(outputs, plain["outputs"], strict=True))
         rows.append({**run, "label": f"{label} {runtime}", "runtime": runtime, "same_tokens": same})
     predicted = [
-        {**metrics, "label": f"{label} routed, predicted", "runtime": "predicted"}
-        for label, metrics in expected.items()
+        {**metrics, "label": f"{label} {metrics['runtime']}, predicted", "predicted": True}
+        for label, metrics in expected
     ]
     del plain["outputs"]
     return {
@@ -118,9 +118,13 @@ def _read_prediction(path: Path) -> dict[str, Any]:
 def _in_order(
     rows: list[dict[str, Any]], predicted: list[dict[str, Any]], labels: list[str]
 ) -> list[dict[str, Any]]:
-    """Each label's stock and routed runs, then what was predicted for it."""
+    """Each label's stock and routed runs, and behind each what was predicted for it."""
+    wanted = [f"{label} {runtime}" for label in labels for runtime in ("stock", "routed")]
     return [
-        row for label in labels for row in rows + predicted if row["label"].startswith(f"{label} ")
+        row
+        for name in wanted
+        for row in rows + predicted
+        if row["label"] in (name, f"{name}, predicted")
     ]
 
 

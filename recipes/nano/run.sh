@@ -25,6 +25,8 @@ run train --base "$folder/base" --data "$folder/data" --recipe "$recipe" \
   --out "$folder/head" --overwrite
 run eval --base "$folder/base" --head "$folder/head" --data "$folder/data" --recipe "$recipe" \
   --report "$folder/eval.json"
+run eval --base "$folder/base" --head "$folder/head" --data "$folder/data" --recipe "$recipe" \
+  --runtime stock --report "$folder/eval-stock.json"
 run quantize --head "$folder/head" --base "$folder/base" --data "$folder/data" \
   --recipe "$recipe" --out "$folder/head-nvfp4" --report "$folder/quantize.json" --overwrite
 run graft --base "$folder/base" --head "$folder/head" --out "$folder/grafted" --overwrite
@@ -40,6 +42,7 @@ run graft --base "$folder/base" --head "$folder/head-nvfp4-twin" \
 
 run probe --vllm-python "$vllm_python" --data "$folder/data" --recipe "$recipe" \
   --checkpoint "BF16=$folder/grafted" --predicted "BF16=$folder/eval.json" \
+  --predicted "BF16=$folder/eval-stock.json" \
   --checkpoint "NVFP4=$folder/grafted-nvfp4-twin" --predicted "NVFP4=$folder/quantize.json" \
   --report "$folder/served.json"
 printf '\ndemo finished in %d s\n' $((SECONDS - started))

@@ -43,11 +43,13 @@ def served(tmp_path, monkeypatch):
         return {"vllm_version": "0.0", "runs": results}
 
     monkeypatch.setattr(compare, "run_probe", run_probe)
-    (tmp_path / "eval.json").write_text(json.dumps(AcceptanceCounts(4, 10, [9, 7, 4, 2]).as_dict()))
+    (tmp_path / "eval.json").write_text(
+        json.dumps({"runtime": "routed", **AcceptanceCounts(4, 10, [9, 7, 4, 2]).as_dict()})
+    )
 
     def go():
         return compare.compare_runtimes(
-            {"BF16": tmp_path / "grafted"}, {"BF16": tmp_path / "eval.json"}, tmp_path / "data",
+            {"BF16": tmp_path / "grafted"}, [("BF16", tmp_path / "eval.json")], tmp_path / "data",
             EvalRecipe(num_tokens=7), vllm_python=Path("python"),
         )  # fmt: skip
 
