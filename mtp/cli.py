@@ -345,23 +345,47 @@ def graft_command(
 def verify_command(
     checkpoint: Annotated[Path, typer.Argument(help="The grafted folder.")],
     base: Annotated[Path | None, typer.Option("--base", help="The base it was made from.")] = None,
+    vllm: Annotated[
+        bool, typer.Option("--vllm", help="Also measure which layers a real vLLM runs.")
+    ] = False,
+    vllm_python: Annotated[
+        Path, typer.Option(help="Python of the environment that has vLLM.")
+    ] = Path(sys.executable),
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Prompts for --vllm; a few texts without it.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Reopen a grafted checkpoint and prove it: base bytes, head, scales, index, config.
 
-    Example: mtp verify grafted --base base
+    With --vllm, also serve it and a twin whose later layers are scrambled, and compare. Exit code
+    1 if a check failed or the layers are not routed.
+
+    Example: mtp verify grafted --base base --vllm --vllm-python .venv-vllm/bin/python
     """
     from graft.verify import verify_graft
     from mtp.serving.routing import routing_in_words
 
     report = verify_graft(checkpoint, base)
-    routing = routing_in_words()
-    if as_json:
-        print(json.dumps({**report.as_dict(), "routing": routing}, indent=1))
-    else:
+    result = {**report.as_dict(), "routing": routing_in_words()}
+    if not as_json:
         print(report.as_text())
-        print(routing)
-    if not report.ok:
+        print(result["routing"])
+    proven = True
+    if vllm and report.ok:
+        from mtp.serving.proof_prompts import proof_prompts
+        from mtp.serving.routing_proof import prove_routing
+
+        prompts = proof_prompts(checkpoint, data)
+        proof = prove_routing(checkpoint, prompts, vllm_python=vllm_python)
+        result["proof"], proven = proof.as_dict(), proof.verdict == "routed"
+        if not as_json:
+            print(proof.as_text())
+    elif vllm:
+        print("mtp: vLLM was not started, since a check failed", file=sys.stderr)
+    if as_json:
+        print(json.dumps(result, indent=1))
+    if not (report.ok and proven):
         raise typer.Exit(1)
 
 

@@ -43,7 +43,7 @@ def probe(
     *,
     num_speculative_tokens: int | None,
     max_tokens: int,
-    routing: bool = True,
+    routing: bool | None = True,
     dtype: str = "bfloat16",
     ignore_eos: bool = False,
     engine_options: dict[str, Any] | None = None,
@@ -55,7 +55,7 @@ def probe(
         prompts: token ids.
         num_speculative_tokens: K; None runs without speculation.
         max_tokens: tokens generated for each prompt, fewer after an end token.
-        routing: False sets MTP_GRAFT_ROUTING=off for this engine.
+        routing: MTP_GRAFT_ROUTING for this engine, on or off; None leaves it as it is.
         dtype: vLLM's dtype.
         ignore_eos: generate on after end tokens.
         engine_options: more keyword arguments of `vllm.LLM`; they win.
@@ -71,12 +71,13 @@ def probe(
     num_steps = num_speculative_tokens or 0
     started = time.perf_counter()
     before = os.environ.get(SWITCH)
-    os.environ[SWITCH] = "on" if routing else "off"
+    if routing is not None:
+        os.environ[SWITCH] = "on" if routing else "off"
     try:
         llm = LLM(**_engine_arguments(checkpoint, prompts, num_steps, max_tokens, dtype)
                   | (engine_options or {}))  # fmt: skip
     finally:
-        os.environ.pop(SWITCH)
+        os.environ.pop(SWITCH, None)
         if before is not None:
             os.environ[SWITCH] = before
     ready = time.perf_counter()
