@@ -158,6 +158,12 @@ def test_a_changed_base_tensor_is_named(damaged):
 
 
 def test_a_broken_folder_is_a_failed_check_not_a_traceback(tmp_path):
-    report = verify_graft(tmp_path / "nowhere")
-    assert not report.ok and "nowhere" in report.failures[0]
+    (tmp_path / "config.json").write_text("{")
+    report = verify_graft(tmp_path)
+    assert not report.ok and "config.json" in report.failures[0]
     assert report.as_dict()["ok"] is False
+
+
+def test_a_missing_folder_is_a_users_mistake(tmp_path):
+    with pytest.raises(UserError, match="nowhere"):
+        verify_graft(tmp_path / "nowhere")
