@@ -22,7 +22,7 @@ def test_with_the_plugin_the_layers_are_routed(
     siblings = set(demo.iterdir())
     proof = proof_of(demo / "grafted", vllm_python)
     assert (proof.verdict, proof.routed_layers) == ("routed", 4), proof.as_text()
-    assert max(proof.twin["accepted_per_position"][1:]) <= 2
+    assert max(proof.twin["cumulative"][1:]) < 0.03  # noise is right now and then
     assert proof.same_tokens == proof.num_prompts
     assert set(demo.iterdir()) == siblings
 
