@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny import write_base, write_tiny_head
 
+from graft.errors import UserError
 from graft.index import INDEX_NAME
 from graft.plan import plan_graft
 from graft.verify import verify_graft
