@@ -1,0 +1,5 @@
+"""`python -m mtp.cli`."""
+
+from mtp.cli import main
+
+main()

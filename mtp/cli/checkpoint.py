@@ -1,0 +1,121 @@
+"""`mtp graft`, `mtp verify`, `mtp probe`: the grafted checkpoint, proven and measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mtp import __version__
+from mtp.cli.options import AsJson, Base, Data, Head, Out, Overwrite, RecipeFile, Report, emit
+
+
+def graft_command(
+    base: Base,
+    out: Out,
+    head: Head = Path("head"),
+    allow_mismatch: Annotated[
+        bool, typer.Option("--allow-mismatch", help="Graft a head trained on another base.")
+    ] = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a new checkpoint: the base's shards untouched, and the head in one more.
+
+    Example: mtp graft --base base --head head-nvfp4 --out grafted
+    """
+    from graft.plan import plan_graft
+    from graft.writer import write_graft
+
+    plan = plan_graft(base, head, out=out, allow_mismatch=allow_mismatch)
+    result = write_graft(plan, out, overwrite=overwrite, tool=f"mtp-graft {__version__}")
+    print(json.dumps(result.as_dict(), indent=1) if as_json else result.as_text())
+
+
+def verify_command(
+    checkpoint: Annotated[Path, typer.Argument(help="The grafted folder.")],
+    base: Annotated[Path | None, typer.Option("--base", help="The base it was made from.")] = None,
+    vllm: Annotated[
+        bool, typer.Option("--vllm", help="Also measure which layers a real vLLM runs.")
+    ] = False,
+    vllm_python: Annotated[
+        Path, typer.Option(help="Python of the environment that has vLLM.")
+    ] = Path(sys.executable),
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Prompts for --vllm; a few texts without it.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Reopen a grafted checkpoint and prove it: base bytes, head, scales, index, config.
+
+    With --vllm, also serve it and a twin whose later layers are scrambled, and compare. Exit code
+    1 if a check failed or the layers are not routed.
+
+    Example: mtp verify grafted --base base --vllm --vllm-python .venv-vllm/bin/python
+    """
+    from graft.verify import verify_graft
+    from mtp.serving.routing import routing_in_words
+
+    report = verify_graft(checkpoint, base)
+    result = {**report.as_dict(), "routing": routing_in_words()}
+    if not as_json:
+        print(report.as_text())
+        print(result["routing"])
+    proven = True
+    if vllm and report.ok:
+        from mtp.serving.proof_prompts import proof_prompts
+        from mtp.serving.routing_proof import prove_routing
+
+        prompts = proof_prompts(checkpoint, data)
+        proof = prove_routing(checkpoint, prompts, vllm_python=vllm_python)
+        result["proof"], proven = proof.as_dict(), proof.verdict == "routed"
+        if not as_json:
+            print(proof.as_text())
+    elif vllm:
+        print("mtp: vLLM was not started, since a check failed", file=sys.stderr)
+    if as_json:
+        print(json.dumps(result, indent=1))
+    if not (report.ok and proven):
+        raise typer.Exit(1)
+
+
+def probe_command(
+    checkpoint: Annotated[
+        list[str], typer.Option(help="LABEL=FOLDER of a grafted checkpoint; may be repeated.")
+    ],
+    data: Data,
+    vllm_python: Annotated[
+        Path, typer.Option(help="Python of an environment that has vLLM and mtp-graft.")
+    ] = Path(sys.executable),
+    predicted: Annotated[
+        list[str] | None, typer.Option(help="LABEL=REPORT of `mtp eval` or `mtp quantize`.")
+    ] = None,
+    recipe: RecipeFile = None,
+    as_json: AsJson = False,
+    report: Report = None,
+) -> None:
+    """Serve grafted checkpoints in vLLM, stock and routed, and read its own counters.
+
+    Example: mtp probe --checkpoint BF16=grafted --data data --predicted BF16=eval.json
+    """
+    from mtp.recipe import load_recipe
+    from mtp.serving.compare import compare_runtimes, table_rows
+    from mtp.tables import acceptance_table
+
+    result = compare_runtimes(
+        dict(_labelled(checkpoint)), _labelled(predicted or []), data, load_recipe(recipe).eval,
+        vllm_python=vllm_python,
+    )  # fmt: skip
+    title = f"vLLM {result['vllm_version']}, greedy; cumulative acceptance"
+    emit(result, as_json, report, acceptance_table(table_rows(result), title))
+
+
+def _labelled(items: list[str]) -> list[tuple[str, Path]]:
+    pairs = [item.partition("=") for item in items]
+    wrong = [item for item, (label, _, path) in zip(items, pairs, strict=True) if not path]
+    if wrong:
+        raise typer.BadParameter(f"expected LABEL=PATH, found {', '.join(wrong)}")
+    return [(label, Path(path)) for label, _, path in pairs]

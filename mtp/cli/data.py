@@ -1,0 +1,60 @@
+"""`mtp data`: traces and code in, training rows out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mtp.cli.options import AsJson, Base, Out, Overwrite
+
+data_app = typer.Typer(no_args_is_help=True, help="Traces and code in, training rows out.")
+
+
+@data_app.command("prepare")
+def data_prepare(
+    base: Base,
+    source: Annotated[list[Path], typer.Option(help="A file or folder; may be repeated.")],
+    out: Out,
+    max_length: Annotated[int, typer.Option(help="Longest row, in tokens.")] = 4096,
+    held_out_percent: Annotated[int, typer.Option(help="Conversations kept out.")] = 5,
+    max_skip: Annotated[
+        float, typer.Option(help="Share of broken rows that fails the run.")
+    ] = 0.01,
+    seed: Annotated[int, typer.Option(help="Seed of the split.")] = 0,
+    thinking: Annotated[str, typer.Option(help="keep or strip, as it will be served.")] = "keep",
+    allow_missing_tools: Annotated[
+        bool, typer.Option("--allow-missing-tools", help="Take calls that have no tool schemas.")
+    ] = False,
+    licence: Annotated[
+        str, typer.Option(help="Licence of rows that record none; reaches the model card.")
+    ] = "unknown",
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Render conversations and code with the base's tokenizer, and mask what is supervised.
+
+    Example: mtp data prepare --base base --source traces.jsonl --source src/ --out data
+    """
+    from mtp.data.prepare import prepare
+
+    report = prepare(
+        base,
+        source,
+        out,
+        max_length=max_length,
+        held_out_percent=held_out_percent,
+        seed=seed,
+        max_skip=max_skip,
+        thinking=thinking,
+        allow_missing_tools=allow_missing_tools,
+        default_licence=licence,
+        overwrite=overwrite,
+    )
+    if as_json:
+        for row in report.broken[:5]:
+            print(f"mtp: skipped {row}", file=sys.stderr)
+    print(json.dumps(report.as_dict(), indent=1) if as_json else report.as_text())

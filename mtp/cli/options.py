@@ -1,0 +1,41 @@
+"""Options that several commands share, and how results are printed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+Base = Annotated[Path, typer.Option("--base", help="The base model's folder.")]
+Data = Annotated[Path, typer.Option("--data", help="Folder of `mtp data prepare`.")]
+Head = Annotated[Path, typer.Option("--head", help="The head's folder.")]
+Out = Annotated[Path, typer.Option("--out", help="Folder to write.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing --out.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="TOML recipe; see recipes/.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1 ...")]
+Report = Annotated[Path | None, typer.Option("--report", help="Also write the JSON here.")]
+
+
+class Runtime(StrEnum):
+    """routed: each position on its own layer; stock: an unpatched vLLM, layer 0 repeated."""
+
+    routed = "routed"
+    stock = "stock"
+
+
+def emit(result: dict[str, Any], as_json: bool, report: Path | None, table: Any) -> None:
+    """Print a result as JSON or as a table, and write the JSON to `report` if one was named."""
+    if report is not None:
+        report.parent.mkdir(parents=True, exist_ok=True)
+        report.write_text(json.dumps(result, indent=1) + "\n")
+    if as_json:
+        print(json.dumps(result, indent=1))
+    else:
+        from rich.console import Console
+
+        Console(width=None if sys.stdout.isatty() else 100).print(table)
