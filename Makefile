@@ -4,6 +4,8 @@ PYTHON ?= python3
 # Any build of torch from 2.11 on will do. On PyPI this is a CUDA build, which also runs on a CPU;
 # TORCH="--index-url https://download.pytorch.org/whl/cpu torch==2.13.0" takes the small one.
 TORCH ?= torch==2.13.0
+# The vLLM wheel for CPUs was built for this torch.
+VLLM_TORCH ?= torch==2.13.0
 VENV := .venv
 VLLM_VENV := .venv-vllm
 DEMO := build/nano
@@ -51,7 +53,7 @@ $(VENV)/installed: pyproject.toml Makefile
 # vllm-env: a second virtual environment with vLLM for CPUs
 vllm-env: $(VLLM_VENV)/installed
 $(VLLM_VENV)/installed: pyproject.toml Makefile mtp/serving/cpu_env.py
-	$(PYTHON) -m mtp.serving.cpu_env $(VLLM_VENV) "$(TORCH)"
+	$(PYTHON) -m mtp.serving.cpu_env $(VLLM_VENV) "$(VLLM_TORCH)"
 	$(VLLM_VENV)/bin/pip install -q --no-deps -e .
 	touch $@
 

@@ -107,7 +107,8 @@ def plan_graft(
     _require_sound_head(checkpoint, folder)
 
     new, old = folder.names, checkpoint.head_names
-    kept = tuple(name for name in checkpoint.names if name not in set(old))
+    dropped_names = set(old)
+    kept = tuple(name for name in checkpoint.names if name not in dropped_names)
     kept_shards, written = _plan_shards(checkpoint)
     written += _head_shards(folder, [*kept_shards, *(s.name for s in written)], head_shard_bytes)
     config, quant_file = _plan_configs(checkpoint, folder, kept)
@@ -158,8 +159,9 @@ def _require_sound_head(checkpoint: Checkpoint, folder: HeadFolder) -> None:
 def _plan_shards(checkpoint: Checkpoint) -> tuple[tuple[str, ...], tuple[ShardPlan, ...]]:
     """Base shards without head tensors are kept whole; mixed ones are re-emitted without them."""
     kept, written = [], []
+    head_names = set(checkpoint.head_names)
     for name, header in checkpoint.shards.items():
-        trunk = tuple(i for n, i in header.items() if n not in set(checkpoint.head_names))
+        trunk = tuple(i for n, i in header.items() if n not in head_names)
         if len(trunk) == len(header):
             kept.append(name)
         elif trunk:
@@ -169,10 +171,13 @@ def _plan_shards(checkpoint: Checkpoint) -> tuple[tuple[str, ...], tuple[ShardPl
 
 def _head_shards(folder: HeadFolder, taken: list[str], limit: int) -> tuple[ShardPlan, ...]:
     groups: list[list[TensorInfo]] = [[]]
+    size = 0
     for info in folder.infos():
-        if groups[-1] and sum(i.nbytes for i in groups[-1]) + info.nbytes > limit:
+        if groups[-1] and size + info.nbytes > limit:
             groups.append([])
+            size = 0
         groups[-1].append(info)
+        size += info.nbytes
     stem, attempt = "model_mtp", 1
     while any(name.startswith(stem) for name in taken):
         attempt += 1

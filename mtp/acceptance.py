@@ -24,6 +24,7 @@ import torch.nn.functional as F
 
 from graft.reader import Checkpoint
 from mtp.data.prompts import Prompt, evaluation_prompts
+from mtp.data.store import require_tokenizer_of
 from mtp.head import MTPHead, load_head, open_head
 from mtp.progress import track
 from mtp.recipe import EvalRecipe
@@ -216,6 +217,7 @@ def evaluate(
         UserError: a broken folder, or a head that was trained on another base.
     """
     open_head(head_folder, Checkpoint(base))
+    require_tokenizer_of(data, base)
     teacher = Teacher.load(base, device=device)
     head = load_head(head_folder).to(teacher.device)
     prompts = evaluation_prompts(

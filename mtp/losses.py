@@ -76,6 +76,7 @@ def align(
     base_hidden: torch.Tensor,
     input_ids: torch.Tensor,
     loss_mask: torch.Tensor,
+    num_steps: int,
 ) -> AlignedTargets:
     """Gather what predicts each supervised token.
 
@@ -85,6 +86,7 @@ def align(
         input_ids: [B, T].
         loss_mask: [B, T] bool; True where the *token itself* is supervised. One row holds one
             document, so a target and what predicts it never lie in two documents.
+        num_steps: K; rows too short for the last steps give fewer outputs, which predict nothing.
 
     Returns:
         AlignedTargets over the supervised tokens with t >= 2 (t-1 and t-2 exist).
@@ -93,9 +95,12 @@ def align(
     supervised[:, :2] = False
     rows, columns = supervised.nonzero(as_tuple=True)
     students, valid = [], []
-    for k, output in enumerate(outputs):
+    nothing = base_hidden.new_zeros(base_hidden.shape[0], 1, base_hidden.shape[2])
+    for k in range(num_steps):
+        output = outputs[k] if k < len(outputs) else nothing
         source = columns - k - 2
-        valid.append(source >= 0)
+        valid.append((source >= 0) & (k < len(outputs)))
+        source = source.clamp(max=output.shape[1] - 1)
         picked = output[rows, source.clamp(min=0)]
         students.append(torch.where(valid[-1].unsqueeze(-1), picked, torch.zeros_like(picked)))
     return AlignedTargets(

@@ -1,7 +1,7 @@
 """A recipe: one TOML file, read into frozen dataclasses. Unknown keys are errors.
 
-Each default lives here and nowhere else. `recipes/` holds recipes that were run, with what they
-gave and on which hardware.
+Defaults of training, evaluation and quantization live here and nowhere else. `recipes/` holds
+recipes that were run, with what they gave and on which hardware.
 """
 
 from __future__ import annotations
@@ -99,6 +99,14 @@ class Recipe:
     quantize: QuantizeRecipe = field(default_factory=QuantizeRecipe)
 
 
+# Numbers that must be above 0; the others must not be below it.
+ABOVE_ZERO = {
+    "num_layers", "num_hidden_layers", "hidden_size", "tokens_per_batch", "learning_rate",
+    "position_decay", "max_gradient_norm", "num_prompts", "max_prompt_tokens", "num_tokens",
+    "rows_per_step", "row_length", "full_attention_interval", "calibration_tokens",
+}  # fmt: skip
+
+
 def load_recipe(path: Path | None) -> Recipe:
     """Read a recipe; None gives the defaults.
 
@@ -139,6 +147,13 @@ def _build(cls: type, values: dict[str, Any], where: str) -> Any:
         if type(value) is not wanted:
             raise UserError(
                 f"{name} of type {wanted.__name__}", f"{value!r} in {where}", "correct the recipe"
+            )
+        low = isinstance(value, int | float) and (value < 0 or (not value and name in ABOVE_ZERO))
+        if low or value != value:
+            raise UserError(
+                f"{name} {'above 0' if name in ABOVE_ZERO else 'of 0 or more'}",
+                f"{value!r} in {where}",
+                "correct the recipe",
             )
         arguments[name] = value
     return cls(**arguments)

@@ -21,10 +21,20 @@ from mtp.head import cache_keyword
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """The device to run on: "auto" is CUDA where there is one."""
+    """The device to run on: "auto" is CUDA where there is one.
+
+    Raises:
+        UserError: no such device here.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError("a device of this machine", f"{name!r}: {reason}", "use auto") from error
+    return device
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from mtp import __version__
 from mtp.acceptance import continue_prompts, measure
 from mtp.data.batches import token_budget_batches
 from mtp.data.prompts import evaluation_prompts
-from mtp.data.store import load_prepared
+from mtp.data.store import load_prepared, read_manifest, require_tokenizer_of
 from mtp.head import MTPHead, head_from_base, save_head
 from mtp.losses import Objective, align, chunked_loss
 from mtp.progress import track
@@ -60,6 +60,7 @@ def train(
     with staged_folder(out, overwrite=overwrite, sources=[base, data]) as staging:
         checkpoint = Checkpoint(base)
         checkpoint.require_supported()
+        require_tokenizer_of(data, base)
         rows = load_prepared(data)["train"]
         prompts = evaluation_prompts(
             data,
@@ -77,6 +78,7 @@ def train(
         history = optimize(head, teacher, rows, recipe)
         seconds = time.monotonic() - started
 
+        round_to_bfloat16(head)  # what is measured is what is saved
         after = measure(teacher, head, text)
         summary = {
             "steps": recipe.train.steps,
@@ -95,7 +97,7 @@ def train(
                 "recipe": asdict(recipe),
                 "tokens": summary["tokens"],
                 "warm_start_mean_accepted": before["mean_accepted"],
-                "licences": sorted(data_licences(data)),
+                "licences": sorted(read_manifest(data).get("licences", [])),
             },
             acceptance=after,
         )
@@ -127,7 +129,8 @@ def optimize(head: MTPHead, teacher: Teacher, rows: Any, recipe: Recipe) -> list
         with teacher.autocast():  # float32 weights; bfloat16 arithmetic on a GPU
             outputs = head.chain(hidden.float(), embeddings.float())
         outputs = [output.to(hidden.dtype) for output in outputs]
-        aligned = align(outputs, hidden, input_ids, batch.loss_mask.to(teacher.device))
+        mask = batch.loss_mask.to(teacher.device)
+        aligned = align(outputs, hidden, input_ids, mask, head.num_layers)
         losses = chunked_loss(aligned, teacher.lm_head, objective, weights)
         losses.sum().backward()
         norm = torch.nn.utils.clip_grad_norm_(head.parameters(), settings.max_gradient_norm)
@@ -173,11 +176,11 @@ def endless_batches(rows: Any, settings: TrainRecipe) -> Any:
         epoch += 1
 
 
-def data_licences(data: Path) -> set[str]:
-    """Licences that the prepared data records."""
-    import json
-
-    return set(json.loads((data / "data.json").read_text()).get("licences", []))
+@torch.no_grad()
+def round_to_bfloat16(head: MTPHead) -> None:
+    """Round every weight to what BF16 holds, in place."""
+    for parameter in head.parameters():
+        parameter.copy_(parameter.to(torch.bfloat16))
 
 
 def write_history(path: Path, history: list[dict[str, Any]]) -> None:

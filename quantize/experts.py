@@ -1,7 +1,7 @@
 """`mtp quantize`: the routed experts to NVFP4, everything else stays BF16.
 
 nvidia-modelopt calibrates and packs. Only the routed experts are quantized: they are 96 % of the
-head's bytes, and quantizing `fc` or the attention has cost others their acceptance (docs/notes.md).
+head's bytes at the 35B's sizes, and public reports of wholly quantized drafters lost acceptance.
 The head itself is the root module, because modelopt's stock recipes disable whatever is named
 `mtp`, and the experts run eagerly, because modelopt finds an expert's weight by its storage offset.
 """
@@ -25,9 +25,8 @@ from graft.manifest import HEAD_METADATA, HeadFolder, write_head
 from graft.reader import Checkpoint
 from graft.staging import staged_folder
 from mtp.acceptance import continue_prompts, measure
-from mtp.data.batches import token_budget_batches
 from mtp.data.prompts import evaluation_prompts
-from mtp.data.store import load_prepared
+from mtp.data.store import load_prepared, require_tokenizer_of
 from mtp.head import MTPHead, load_head, open_head
 from mtp.progress import track
 from mtp.recipe import Recipe
@@ -76,6 +75,7 @@ def quantize(
     _require_plain_experts(source)
     with staged_folder(out, overwrite=overwrite, sources=[head_folder, base, data]) as staging:
         open_head(head_folder, Checkpoint(base))
+        require_tokenizer_of(data, base)
         teacher = Teacher.load(base, device=device)
         prompts = evaluation_prompts(
             data,
@@ -86,8 +86,8 @@ def quantize(
         text = continue_prompts(teacher, prompts, recipe.eval.num_tokens, head.num_layers)
         before = measure(teacher, head, text)
 
-        batches = calibration_batches(data, recipe.quantize.calibration_tokens)
-        tensors, config = quantize_experts(head, teacher, batches)
+        texts = calibration_rows(data, recipe.quantize.calibration_tokens)
+        tensors, config = quantize_experts(head, teacher, texts)
         trained = source.metadata
         metadata = {
             **trained,
@@ -124,27 +124,29 @@ def dequantize(head_folder: Path, out: Path, *, overwrite: bool = False) -> None
         write_head(staging, tensors, metadata)
 
 
-def calibration_batches(data: Path, num_tokens: int) -> list[torch.Tensor]:
-    """Token ids of training rows, at least `num_tokens` where the data has them."""
-    batches, seen = [], 0
-    rows = load_prepared(data)["train"]
-    for batch in token_budget_batches(rows, max_tokens=8192, seed=0, epoch=0, pad_id=0):
-        batches.append(batch.input_ids)
-        seen += int(batch.lengths.sum())
+def calibration_rows(data: Path, num_tokens: int) -> list[torch.Tensor]:
+    """[1, T] token ids of training rows, `num_tokens` or a little more where the data has them.
+
+    Single rows: padding would be calibrated on as if it were text.
+    """
+    chosen, seen = [], 0
+    for row in load_prepared(data)["train"].shuffle(seed=0):
+        chosen.append(torch.tensor(row["input_ids"]).unsqueeze(0))
+        seen += chosen[-1].numel()
         if seen >= num_tokens:
             break
-    return batches
+    return chosen
 
 
 def quantize_experts(
-    head: MTPHead, teacher: Teacher, batches: list[torch.Tensor]
+    head: MTPHead, teacher: Teacher, texts: list[torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Calibrate with each layer's own inputs in the chain, and pack.
 
     Args:
         head: with eager experts; it is consumed.
         teacher: gives the hidden states that the chain starts from.
-        batches: [B, T] token ids.
+        texts: [B, T] token ids without padding.
 
     Returns:
         Tensors of the NVFP4 head under `mtp.*`, per expert, and modelopt's configuration.
@@ -158,7 +160,7 @@ def quantize_experts(
 
         @torch.no_grad()
         def forward_loop(model: MTPHead) -> None:
-            for input_ids in track(batches, "calibrating", unit="batch"):
+            for input_ids in track(texts, "calibrating", unit="row"):
                 hidden = teacher.hidden(input_ids).float()
                 model.chain(hidden, teacher.embed(input_ids).float())
 

@@ -27,6 +27,9 @@ def test_recipe_loads(path):
         ("[train]\nsteps = 'three'\n", "steps"),
         ("[train]\nsteps = true\n", "steps"),
         ("train = 3\n", "train"),
+        ("[train]\nlearning_rate = 0\n", "learning_rate above 0"),
+        ("[train]\nsteps = -1\n", "steps of 0 or more"),
+        ("[loss]\nposition_decay = nan\n", "position_decay"),
         ("[train\n", "TOML"),
     ],
 )

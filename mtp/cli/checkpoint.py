@@ -105,8 +105,11 @@ def probe_command(
     from mtp.serving.compare import compare_runtimes, table_rows
     from mtp.tables import acceptance_table
 
+    checkpoints = dict(_labelled(checkpoint))
+    if len(checkpoints) < len(checkpoint):
+        raise typer.BadParameter("each --checkpoint needs a label of its own")
     result = compare_runtimes(
-        dict(_labelled(checkpoint)), _labelled(predicted or []), data, load_recipe(recipe).eval,
+        checkpoints, _labelled(predicted or []), data, load_recipe(recipe).eval,
         vllm_python=vllm_python,
     )  # fmt: skip
     title = f"vLLM {result['vllm_version']}, greedy; cumulative acceptance"
@@ -114,6 +117,7 @@ def probe_command(
 
 
 def _labelled(items: list[str]) -> list[tuple[str, Path]]:
+    """LABEL=PATH items as pairs."""
     pairs = [item.partition("=") for item in items]
     wrong = [item for item, (label, _, path) in zip(items, pairs, strict=True) if not path]
     if wrong:

@@ -57,7 +57,7 @@ def prepare(
     sources: list[Path],
     out: Path,
     *,
-    max_length: int = 1024,
+    max_length: int = 4096,
     held_out_percent: int = 5,
     seed: int = 0,
     max_skip: float = 0.01,

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from graft.errors import UserError
+from graft.manifest import file_digest
 
 SCHEMA_VERSION = 1
 SPLITS = ("train", "held_out")
@@ -123,6 +124,23 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         found = f"version {version!r} in {folder / MANIFEST}"
         raise UserError(f"data of schema version {SCHEMA_VERSION}", found, "prepare the data again")
     return manifest
+
+
+def require_tokenizer_of(folder: Path, base: Path) -> None:
+    """Refuse data that was prepared with another tokenizer than `base` has.
+
+    Raises:
+        UserError: the two differ, or one of them is missing.
+    """
+    prepared_with = read_manifest(folder).get("tokenizer_sha256")
+    tokenizer = base / "tokenizer.json"
+    found = file_digest(tokenizer) if tokenizer.is_file() else "none"
+    if prepared_with != found:
+        raise UserError(
+            f"data prepared with the tokenizer of {base}",
+            f"{folder}, prepared with another ({str(prepared_with)[:12]}, not {found[:12]})",
+            "prepare the data again with this --base",
+        )
 
 
 def load_prepared(folder: Path) -> Any:

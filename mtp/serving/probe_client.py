@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -92,7 +93,8 @@ def _wait(process: Any, result: Path, names: list[str], timeout_seconds: float) 
                     "use fewer prompts or tokens, or a faster machine",
                 )
             time.sleep(0.2)
-    process.wait(timeout=60)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # all runs are written; the caller kills
+        process.wait(timeout=60)
 
 
 def _num_finished(result: Path) -> int:

@@ -34,14 +34,15 @@ def routing_in_words() -> str:
     if PLUGIN_NAME not in plugins.names:
         return (
             f"routing: vLLM {version} would run layer 0 only: the plugin is not registered; "
-            "pip install mtp-graft into this environment"
+            "pip install --no-deps mtp-graft into this environment"
         )
     chosen = os.environ.get("VLLM_PLUGINS")
     if chosen is not None and PLUGIN_NAME not in chosen.split(","):
         return f"routing: vLLM {version} would run layer 0 only: VLLM_PLUGINS leaves the plugin out"
     if found.problems:
         return f"routing: vLLM {version} would run layer 0 only: {'; '.join(found.problems)}"
-    return f"routing: vLLM {version} with the mtp-graft plugin would run all layers"
+    runner = "" if found.wires_v2 else " on Model Runner V1 (VLLM_USE_V2_MODEL_RUNNER=0) alone"
+    return f"routing: vLLM {version} with the mtp-graft plugin would run all layers{runner}"
 
 
 def _version() -> str:

@@ -203,9 +203,7 @@ class WindowChain:
         bounds = metadata.query_start_loc[: num_requests + 1].long()
         starts, lengths = bounds[:-1], bounds[1:] - bounds[:-1]
         first = metadata.seq_lens[:num_requests].long() - lengths
-        rejected = (
-            torch.zerosbroadcast_mask(lengths) if num_rejected is None else num_rejected.long()
-        )
+        rejected = torch.zeros_like(lengths) if num_rejected is None else num_rejected.long()
         gap = torch.minimum(rejected, rejected + self.num_steps - lengths).clamp(min=0)
         gap = torch.minimum(gap, history.count[rows])
         gap = torch.where(history.end[rows] == first, gap, 0)

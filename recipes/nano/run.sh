@@ -9,6 +9,7 @@ recipe=$(dirname "$0")/recipe.toml
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 started=$SECONDS
 mkdir -p "$folder"
+rm -f "$folder/served.json"  # the mark of a finished demo
 
 run() {
   printf '\n$ mtp %s\n' "$*"
@@ -43,6 +44,7 @@ run graft --base "$folder/base" --head "$folder/head-nvfp4-twin" \
 run probe --vllm-python "$vllm_python" --data "$folder/data" --recipe "$recipe" \
   --checkpoint "BF16=$folder/grafted" --predicted "BF16=$folder/eval.json" \
   --predicted "BF16=$folder/eval-stock.json" \
-  --checkpoint "NVFP4=$folder/grafted-nvfp4-twin" --predicted "NVFP4=$folder/quantize.json" \
+  --checkpoint "NVFP4 twin=$folder/grafted-nvfp4-twin" \
+  --predicted "NVFP4 twin=$folder/quantize.json" \
   --report "$folder/served.json"
 printf '\ndemo finished in %d s\n' $((SECONDS - started))

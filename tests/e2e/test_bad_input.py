@@ -178,3 +178,23 @@ def random_base_with_tokenizer(folder):
 
     build_tokenizer(["some words to learn from"]).save_pretrained(folder / "base")
     return folder / "base"
+
+
+def test_data_of_another_base_is_refused(folder, random_base_with_tokenizer, capsys, monkeypatch):
+    data = folder / "data"
+    data.mkdir()
+    (data / "data.json").write_text(json.dumps({"schema_version": 1, "tokenizer_sha256": "0" * 64}))
+    line = mtp_fails(
+        capsys, monkeypatch, "train", "--base", random_base_with_tokenizer, "--data", data,
+        "--out", folder / "out",
+    )  # fmt: skip
+    assert "another" in line and not (folder / "out").exists()
+
+
+def test_an_unknown_device_is_refused():
+    from graft.errors import UserError
+    from mtp.teacher import pick_device
+
+    for name in ("nonsense", "cuda:99"):
+        with pytest.raises(UserError, match=name):
+            pick_device(name)

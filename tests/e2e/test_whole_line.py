@@ -56,6 +56,9 @@ def line(tmp_path_factory):
     vocab_size = -(-len(tokenizer) // 64) * 64
     base = save_random_base(folder / "base", vocab_size=vocab_size)
     tokenizer.save_pretrained(base)
+    # A base from the Hub has files of the names that a release writes.
+    (base / "README.md").write_text("the base's card")
+    (base / "LICENSE").write_text("the base's licence")
     (folder / "recipe.toml").write_text(RECIPE)
     recipe, data = folder / "recipe.toml", folder / "data"
     run("data", "prepare", "--base", base, "--source", folder / "traces.jsonl", "--out", data,
@@ -123,6 +126,9 @@ def test_release_is_complete_and_its_sums_are_true(line):
     for name, digest in listed.items():
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
     run("verify", folder, "--base", line / "base")
+    # Nothing was written through a link into the checkpoint that the release came from.
+    run("verify", line / "grafted", "--base", line / "base")
+    assert (line / "grafted" / "README.md").read_text() == "the base's card"
 
 
 def test_card_has_front_matter_numbers_and_the_serve_command(line):

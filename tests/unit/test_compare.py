@@ -80,6 +80,14 @@ def test_changed_tokens_are_counted(served):
     assert go()["rows"][0]["same_tokens"] == 1
 
 
+def test_a_prediction_for_no_checkpoint_is_refused(served, tmp_path):
+    with pytest.raises(UserError, match="NVFP4"):
+        compare.compare_runtimes(
+            {"BF16": tmp_path / "grafted"}, [("NVFP4", tmp_path / "eval.json")], tmp_path,
+            EvalRecipe(), vllm_python=Path("python"),
+        )  # fmt: skip
+
+
 def test_an_engine_that_did_not_route_is_an_error(served):
     state, go = served
     state["routed_layers"] = 0

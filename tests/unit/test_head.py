@@ -5,7 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from graft.errors import UserError
+from graft.manifest import base_fingerprint
+from graft.plan import plan_graft
 from graft.reader import Checkpoint
+from graft.writer import write_graft
 from mtp.head import MTPHead, head_from_base, load_head, save_head
 from mtp.teacher import Teacher
 
@@ -97,7 +100,29 @@ def test_warm_start_from_the_last_full_attention_layer(random_base):
     for layer in head.layers:
         found = layer.state_dict()[name]
         torch.testing.assert_close(found, base.load(f"model.layers.1.{name}").float())
-        assert layer.mlp.experts.gate_up_proj.abs().sum() > 0
+        # The trunk is stored per expert: gate first, then up.
+        gate, up = (
+            base.load(f"model.layers.1.mlp.experts.2.{part}_proj.weight").float()
+            for part in ("gate", "up")
+        )
+        torch.testing.assert_close(layer.mlp.experts.gate_up_proj[2], torch.cat([gate, up]))
+    torch.testing.assert_close(head.norm.weight, base.load("model.norm.weight").float())
+
+
+def test_native_warm_start_copies_layer_0_to_all(head, random_base, tmp_path):
+    """A base that brings a head: grafted here, as the real ones ship it."""
+    native = tmp_path / "native"
+    native.mkdir()
+    fingerprint = base_fingerprint(Checkpoint(random_base))
+    save_head(head, native, base_fingerprint=fingerprint, provenance={})
+    write_graft(plan_graft(random_base, native), tmp_path / "base")
+    started = head_from_base(Checkpoint(tmp_path / "base"), 3, "auto").state_dict()
+    for name, tensor in load_head(native).state_dict().items():
+        if name.startswith("layers.0."):
+            for k in range(3):
+                assert torch.equal(started[name.replace("layers.0.", f"layers.{k}.", 1)], tensor)
+        elif not name.startswith("layers."):
+            assert torch.equal(started[name], tensor), name
 
 
 def test_native_warm_start_needs_a_native_head(random_base):

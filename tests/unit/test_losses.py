@@ -67,7 +67,7 @@ def test_loss_and_gradient_equal_the_reference(seed, rows, length, steps, chunk,
     )
 
     single = [o.detach().float().requires_grad_() for o in outputs]
-    aligned = align(single, hidden.float(), ids, mask)
+    aligned = align(single, hidden.float(), ids, mask, len(single))
     loss = chunked_loss(aligned, lm_head.float(), objective, weights.float(), chunk_size=chunk)
     gradients = torch.autograd.grad(loss.sum(), single)
 
@@ -81,11 +81,23 @@ def test_a_target_outside_the_mask_has_no_gradient():
     mask[:] = False
     mask[1, 6] = True  # step k predicts it from position 4 - k of row 1
     single = [o.detach().float().requires_grad_() for o in outputs]
-    aligned = align(single, hidden.float(), ids, mask)
+    aligned = align(single, hidden.float(), ids, mask, len(single))
     chunked_loss(aligned, lm_head.float(), Objective(), weights.float()).sum().backward()
     for k, output in enumerate(single):
         touched = output.grad.abs().sum(-1).nonzero().tolist()
         assert touched == [[1, 4 - k]]
+
+
+def test_rows_too_short_for_the_last_steps_only_leave_those_out():
+    outputs, hidden, ids, mask, lm_head, weights = case(4, 2, 4, 3)  # step 2 has one position
+    single = [o.detach().float() for o in outputs]
+    five = torch.cat([weights.float(), torch.ones(2)])
+    short = align(single, hidden.float(), ids, mask, 5)
+    loss = chunked_loss(short, lm_head.float(), Objective(), five)
+    expected = chunked_loss(
+        align(single, hidden.float(), ids, mask, 3), lm_head.float(), Objective(), weights.float()
+    )
+    torch.testing.assert_close(loss, torch.cat([expected, torch.zeros(2)]))
 
 
 def test_kl_is_zero_for_the_teacher_itself_and_not_for_another():
@@ -101,7 +113,7 @@ def test_kl_is_zero_for_the_teacher_itself_and_not_for_another():
 @pytest.mark.parametrize("steps", [1, 4])
 def test_chunking_does_not_change_the_sum(steps):
     outputs, hidden, ids, mask, lm_head, weights = case(3, 3, 12, steps)
-    aligned = align([o.detach().float() for o in outputs], hidden.float(), ids, mask)
+    aligned = align([o.detach().float() for o in outputs], hidden.float(), ids, mask, steps)
     losses = [
         chunked_loss(aligned, lm_head.float(), Objective(), weights.float(), chunk_size=size)
         for size in (1, 3, 1000)
