@@ -346,6 +346,7 @@ def open_head(folder: Path, base: Checkpoint) -> HeadFolder:
     Raises:
         UserError: no head folder, or a head that was trained on another base.
     """
+    base.require_supported()
     source = HeadFolder(folder)
     trained_on = source.metadata["base_fingerprint"]
     if differences := fingerprint_differences(trained_on, base_fingerprint(base)):

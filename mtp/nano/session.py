@@ -6,12 +6,15 @@ import ast
 import json
 import random
 import re
+import threading
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from mtp.nano.workspace import TOOLS, Workspace
+
+_parsing = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +53,10 @@ class Module:
 @lru_cache(maxsize=256)
 def parse_module(path: Path) -> Module:
     """Read what tasks are made of: the functions whose name occurs once, and the classes."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    # CPython 3.11 counts the recursion of all threads in one place, and then raises "SystemError:
+    # AST constructor recursion depth mismatch" when two of them parse at once.
+    with _parsing:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     names = [node.name for node in nodes]
     top_level = {id(node) for node in tree.body}
