@@ -47,6 +47,8 @@ def demo_runs(demo: Path, tmp_path_factory: Any, vllm_python: Path) -> dict[str,
     """The same on the demo's grafted model, on prompts from its own traces."""
     from transformers import AutoTokenizer
 
+    from mtp.nano.tokenizer import with_parsed_arguments
+
     grafted = demo / "grafted"
     broken = nan_twin(grafted, tmp_path_factory.mktemp("nan") / "twin")
     tokenizer = AutoTokenizer.from_pretrained(grafted)
@@ -55,7 +57,8 @@ def demo_runs(demo: Path, tmp_path_factory: Any, vllm_python: Path) -> dict[str,
         row = json.loads(line)
         prompts.append(
             tokenizer.apply_chat_template(
-                row["messages"][:4], tools=row.get("tools"), add_generation_prompt=True,
+                with_parsed_arguments(row["messages"][:4]),
+                tools=row.get("tools"), add_generation_prompt=True,
                 return_dict=False,
             )[-512:]
         )  # fmt: skip
