@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # A head of two steps through everything, while the real one trains: finds failures early and fills
 # the compile caches. vLLM keys them by the checkpoint's path, hence SERVED, a folder of links.
+# Where it is cut short, end its `rounds.py measure` too: it would go on to ask the real engines,
+# which stand in the same place.
 # Usage: rehearse.sh WORK CODE VLLM SERVED (WORK, CODE as for train.sh; VLLM: unpacked there)
 set -euo pipefail
 work=$1 code=$2 vllm=$3 served=$4
