@@ -138,7 +138,7 @@ def _place_shard(source: Path, target: Path, link: Link) -> str:
                 raise UserError(
                     f"a file system that can hard-link {source}",
                     error.strerror or str(error),
-                    "let it copy (link='auto' or 'copy')",
+                    "pass link='copy'",
                 ) from error
     shutil.copyfile(source, target)
     return "copy"

@@ -44,9 +44,6 @@ def main() -> None:
     except UserError as error:
         print(f"mtp: {error}", file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt:
-        print("mtp: interrupted; nothing half-written was left behind", file=sys.stderr)
-        sys.exit(130)
 
 
 def _version(wanted: bool) -> None:
