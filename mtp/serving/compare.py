@@ -60,8 +60,7 @@ def compare_runtimes(
         report = read_report(path, "after", "runtime")
         expected.append((label, report.get("after", report)))
     runs = _runs(checkpoints, [list(prompt.token_ids) for prompt in prompts], recipe.num_tokens)
-    # Absolute, because vLLM runs elsewhere; not resolved, because a venv's python is a link.
-    measured = run_probe(vllm_python.absolute(), runs)
+    measured = run_probe(vllm_python, runs)
     by_name = {run["name"]: run for run in measured["runs"]}
     plain = by_name.pop("plain")
     rows = []
@@ -96,9 +95,7 @@ def _runs(
 ) -> list[dict[str, Any]]:
     first = next(iter(checkpoints.values()))
     common: dict[str, Any] = {"prompts": prompts, "max_tokens": num_tokens}
-    runs = [
-        {"name": "plain", "checkpoint": first.absolute(), "num_speculative_tokens": None, **common}
-    ]
+    runs = [{"name": "plain", "checkpoint": first, "num_speculative_tokens": None, **common}]
     for label, folder in checkpoints.items():
         num_layers = count_head_layers(Checkpoint(folder).names)
         if not num_layers:
@@ -106,7 +103,7 @@ def _runs(
         runs += [
             {
                 "name": f"{label}/{runtime}",
-                "checkpoint": folder.absolute(),
+                "checkpoint": folder,
                 "num_speculative_tokens": num_layers,
                 "routing": runtime == "routed",
                 **common,

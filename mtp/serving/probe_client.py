@@ -39,22 +39,31 @@ def run_probe(
     Raises:
         UserError: no such interpreter, or the engine failed: with the end of its log.
     """
+    found = shutil.which(str(python))
+    if found is None:
+        raise UserError(
+            "a Python interpreter with vLLM", f"no {python} that can be run", "run `make vllm-env`"
+        )
     with tempfile.TemporaryDirectory(prefix="mtp-probe-") as scratch:
         folder = Path(scratch)
         request, result, log = folder / "request.json", folder / "result.json", folder / "log.txt"
-        content = {"schema_version": SCHEMA_VERSION, "runs": runs}
+        # vLLM runs in another folder: paths must not depend on this one.
+        placed = [{**run, "checkpoint": Path(run["checkpoint"]).absolute()} for run in runs]
+        content = {"schema_version": SCHEMA_VERSION, "runs": placed}
         request.write_text(json.dumps(content, default=str))
-        command = [str(python), "-m", "mtp.serving.probe", str(request), str(result)]
+        # Not resolved: a virtual environment's python is a link.
+        command = [
+            str(Path(found).absolute()),
+            "-m",
+            "mtp.serving.probe",
+            str(request),
+            str(result),
+        ]
         # Not in the caller's folder: a package there would win over the installed one.
         with log.open("w") as output:
-            try:
-                process = subprocess.Popen(
-                    command, stdout=output, stderr=subprocess.STDOUT, cwd=folder, env=_environment()
-                )
-            except OSError as problem:
-                raise UserError(
-                    "a Python interpreter with vLLM", f"{python}: {problem}", "run `make vllm-env`"
-                ) from None
+            process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, cwd=folder, env=_environment()
+            )
             try:
                 _wait(process, result, [run["name"] for run in runs], timeout_seconds)
             finally:

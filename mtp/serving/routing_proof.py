@@ -114,11 +114,10 @@ def prove_routing(
     }  # fmt: skip
     with scrambled_twin(checkpoint) as twin_folder:
         runs = [
-            {"name": "as grafted", "checkpoint": checkpoint.absolute(), **common},
+            {"name": "as grafted", "checkpoint": checkpoint, **common},
             {"name": "scrambled twin", "checkpoint": twin_folder, **common},
         ]
-        # Absolute, because vLLM runs elsewhere; not resolved, because a venv's python is a link.
-        measured = run_probe(vllm_python.absolute(), runs)
+        measured = run_probe(vllm_python, runs)
     original, twin = measured["runs"]
     verdict, reason = judge(original, twin)
     same = sum(a == b for a, b in zip(original["outputs"], twin["outputs"], strict=True))

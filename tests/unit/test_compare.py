@@ -62,7 +62,6 @@ def test_asks_for_plain_stock_and_routed_with_one_token_a_layer(served):
     asked = [(r["name"], r["num_speculative_tokens"], r.get("routing")) for r in state["asked"]]
     assert asked == [("plain", None, None), ("BF16/stock", 4, False), ("BF16/routed", 4, True)]
     assert all(r["prompts"] == [[1, 2], [3]] and r["max_tokens"] == 7 for r in state["asked"])
-    assert all(Path(r["checkpoint"]).is_absolute() for r in state["asked"])
 
 
 def test_rows_come_in_order_with_the_prediction(served):
