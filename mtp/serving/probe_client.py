@@ -39,7 +39,8 @@ def run_probe(
     Raises:
         UserError: no such interpreter, or the engine failed: with the end of its log.
     """
-    found = shutil.which(str(python))
+    # A file first, then a name on PATH, as a shell's `./python` and `python`.
+    found = shutil.which(str(Path(python).absolute())) or shutil.which(str(python))
     if found is None:
         raise UserError(
             "a Python interpreter with vLLM", f"no {python} that can be run", "run `make vllm-env`"
