@@ -33,7 +33,7 @@ class BaseRecipe:
     num_experts: int = 8
     num_experts_per_tok: int = 2
     moe_intermediate_size: int = 64
-    steps: int = 420
+    steps: int = 500
     rows_per_step: int = 2
     row_length: int = 512
     learning_rate: float = 5e-3
