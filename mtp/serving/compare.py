@@ -70,7 +70,7 @@ def compare_runtimes(
             raise UserError(
                 "the routing plugin to be active in vLLM",
                 f"{name}: layer 0 at every position (vLLM {measured['vllm_version']})",
-                f"pip install --no-deps mtp-graft into {vllm_python}'s environment",
+                f"pip install --no-deps . in a clone of mtp-graft, with {vllm_python}'s pip",
             )
         outputs = run.pop("outputs")
         same = sum(a == b for a, b in zip(outputs, plain["outputs"], strict=True))

@@ -34,7 +34,7 @@ def routing_in_words() -> str:
     if PLUGIN_NAME not in plugins.names:
         return (
             f"routing: vLLM {version} would run layer 0 only: the plugin is not registered; "
-            "pip install --no-deps mtp-graft into this environment"
+            "pip install --no-deps . in a clone of mtp-graft, with this environment's pip"
         )
     chosen = os.environ.get("VLLM_PLUGINS")
     if chosen is not None and PLUGIN_NAME not in chosen.split(","):

@@ -160,7 +160,7 @@ def judge(original: dict[str, Any], twin: dict[str, Any]) -> tuple[Verdict, str]
         todo = (
             "the plugin says that it routes, so report this with vLLM's version and log"
             if original["routed_layers"] > 1
-            else "install mtp-graft beside vLLM (pip install --no-deps mtp-graft) and see that "
+            else "install mtp-graft beside vLLM (pip install --no-deps . in its clone); see that "
             "MTP_GRAFT_ROUTING is not off (docs/serving.md)"
         )
         return "layer 0 only", (
