@@ -10,9 +10,10 @@ looks right can therefore exclude too much, so every entry is tried on every mod
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from typing import Any
 
 from graft.errors import UserError
 from graft.index import TensorInfo
@@ -46,6 +47,11 @@ class LinearModule:
     members: tuple[str, ...]
     quantized: bool
     is_head: bool
+
+
+def is_multimodal(config: Mapping[str, Any]) -> bool:
+    """Whether vLLM builds the class with a vision tower, which spells module names differently."""
+    return any("ForConditionalGeneration" in name for name in config.get("architectures") or [])
 
 
 def map_name(name: str, multimodal: bool) -> str:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graft.config_patch import differences, nvfp4_blocks, with_ignore, with_layer_count
+from graft.config_patch import differences
 from graft.errors import UserError
-from graft.formats import Form, describe_quantization, head_form, quantization_blocks
+from graft.formats import Form, head_form, quantization_blocks
 from graft.head_check import shape_problems, value_problems
-from graft.ignore import derive_ignore, linear_modules
+from graft.head_plan import plan_head
 from graft.index import INDEX_NAME, TensorInfo
 from graft.layout import base_tensor_names
 from graft.manifest import (
@@ -106,28 +106,29 @@ def plan_graft(
         )
     _require_sound_head(checkpoint, folder)
 
-    new, old = folder.names, checkpoint.head_names
-    dropped_names = set(old)
-    kept = tuple(name for name in checkpoint.names if name not in dropped_names)
+    old = set(checkpoint.head_names)
+    kept = tuple(name for name in checkpoint.names if name not in old)
+    placed = plan_head(checkpoint, folder, map(checkpoint.info, kept), checkpoint.config)
+    new = {info.name for info in placed.tensors}
     kept_shards, written = _plan_shards(checkpoint)
-    written += _head_shards(folder, [*kept_shards, *(s.name for s in written)], head_shard_bytes)
-    config, quant_file = _plan_configs(checkpoint, folder, kept)
-    changes = differences(checkpoint.config, config)
-    changes += [f"{QUANT_FILE} {c}" for c in _quant_file_changes(checkpoint, quant_file)]
+    taken = [*kept_shards, *(shard.name for shard in written)]
+    written += _head_shards(placed.tensors, taken, head_shard_bytes)
+    changes = differences(checkpoint.config, placed.config)
+    changes += [f"{QUANT_FILE} {c}" for c in _quant_file_changes(checkpoint, placed.quant_file)]
     copied, left_out = _other_files(checkpoint)
     sources = [*(base / name for name in checkpoint.shards), *_shard_paths(folder.infos())]
     return GraftPlan(
-        base=base, head=head, num_layers=folder.num_layers, form=folder.form,
+        base=base, head=head, num_layers=folder.num_layers, form=placed.form,
         kept=kept,
-        added=tuple(n for n in new if n not in checkpoint),
-        replaced=tuple(n for n in new if n in checkpoint),
-        dropped=tuple(n for n in old if n not in folder),
+        added=tuple(i.name for i in placed.tensors if i.name not in checkpoint),
+        replaced=tuple(i.name for i in placed.tensors if i.name in checkpoint),
+        dropped=tuple(n for n in checkpoint.head_names if n not in new),
         kept_shards=kept_shards, written_shards=written,
         copied_files=copied, left_out_files=left_out,
-        config=config, quant_file=quant_file, config_changes=tuple(changes),
+        config=placed.config, quant_file=placed.quant_file, config_changes=tuple(changes),
         index_metadata=checkpoint.index_metadata,
         kept_bytes=sum(checkpoint.info(n).nbytes for n in kept),
-        head_bytes=sum(info.nbytes for info in folder.infos()),
+        head_bytes=sum(info.nbytes for info in placed.tensors),
         base_fingerprint=fingerprint, head_metadata=folder.metadata, mismatches=tuple(mismatches),
         source_state=source_state(sources),
     )  # fmt: skip
@@ -169,10 +170,12 @@ def _plan_shards(checkpoint: Checkpoint) -> tuple[tuple[str, ...], tuple[ShardPl
     return tuple(kept), tuple(written)
 
 
-def _head_shards(folder: HeadFolder, taken: list[str], limit: int) -> tuple[ShardPlan, ...]:
+def _head_shards(
+    tensors: Iterable[TensorInfo], taken: list[str], limit: int
+) -> tuple[ShardPlan, ...]:
     groups: list[list[TensorInfo]] = [[]]
     size = 0
-    for info in folder.infos():
+    for info in tensors:
         if groups[-1] and size + info.nbytes > limit:
             groups.append([])
             size = 0
@@ -190,44 +193,6 @@ def _head_shards(folder: HeadFolder, taken: list[str], limit: int) -> tuple[Shar
         )
         for number, group in enumerate(groups, 1)
     )
-
-
-def _plan_configs(
-    checkpoint: Checkpoint, folder: HeadFolder, kept: tuple[str, ...]
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """config.json and hf_quant_config.json after the graft."""
-    config = with_layer_count(checkpoint.config, folder.num_layers)
-    block, file = quantization_blocks(checkpoint)
-    nvfp4_head = folder.form == "nvfp4-modelopt"
-    if not block and not file and not nvfp4_head:
-        return config, None
-    stated = describe_quantization(checkpoint)
-    if stated and (stated["method"], stated["algo"]) != ("modelopt", "NVFP4"):
-        raise UserError(
-            "an unquantized or modelopt NVFP4 base",
-            f"{stated['method']} {stated['algo']} in {checkpoint.folder}",
-            "use the BF16 base: this version cannot state a head's precision in that format",
-        )
-    multimodal = is_multimodal(checkpoint.config)
-    modules = linear_modules([*map(checkpoint.info, kept), *folder.infos()], multimodal)
-    existing = (block or {}).get("ignore") or (
-        (file or {}).get("quantization", {}).get("exclude_modules", [])
-    )
-    ignore = derive_ignore(modules, existing, multimodal)
-    if stated:
-        new_block, new_file = with_ignore(block, file, ignore)
-    else:
-        producer = (folder.metadata["quantization"] or {}).get("producer", {"name": "modelopt"})
-        new_block, new_file = nvfp4_blocks(ignore, producer)
-    if new_block:
-        place = config if "quantization_config" in checkpoint.config or not block else None
-        (config["text_config"] if place is None else place)["quantization_config"] = new_block
-    return config, new_file
-
-
-def is_multimodal(config: dict[str, Any]) -> bool:
-    """Whether vLLM builds the class with a vision tower, which spells module names differently."""
-    return any("ForConditionalGeneration" in name for name in config.get("architectures") or [])
 
 
 def _quant_file_changes(checkpoint: Checkpoint, new: dict[str, Any] | None) -> list[str]:

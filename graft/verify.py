@@ -10,11 +10,10 @@ from typing import Any, Literal
 from graft.errors import UserError
 from graft.formats import head_form, quantization_blocks
 from graft.head_check import shape_problems, value_problems
-from graft.ignore import linear_modules, wrong_modules
+from graft.ignore import is_multimodal, linear_modules, wrong_modules
 from graft.index import INDEX_NAME, index_of
 from graft.layout import base_tensor_names, count_head_layers, count_key
 from graft.manifest import MANIFEST_NAME, SCHEMA_VERSION, file_digests, read_manifest
-from graft.plan import is_multimodal
 from graft.reader import HEAD_PREFIX, Checkpoint
 
 Status = Literal["pass", "fail", "skip"]
