@@ -24,6 +24,7 @@ from graft.layout import base_tensor_names, is_tied
 from graft.reader import CHUNK_BYTES, HEAD_PREFIX, Checkpoint, TensorStore
 
 SCHEMA_VERSION = 1
+MANIFEST_SCHEMA = 2  # 2: base_files, reemitted_shards, removed_shards
 HEAD_METADATA, HEAD_WEIGHTS = "head.json", "mtp.safetensors"
 MANIFEST_NAME = "graft.manifest.json"
 CONFIG_FACTS = (
@@ -175,13 +176,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     manifest = read_json(path)
     files, head = manifest.get("files"), manifest.get("head")
     if (
-        manifest.get("schema_version") != SCHEMA_VERSION
+        manifest.get("schema_version") != MANIFEST_SCHEMA
         or not isinstance(files, dict)
         or not isinstance(head, dict)
         or not isinstance(head.get("tensor_sha256"), dict)
     ):
         raise UserError(
-            f"a manifest of schema {SCHEMA_VERSION} in {path}", "another one", "graft again"
+            f"a whole manifest of schema {MANIFEST_SCHEMA} in {path}",
+            f"one of schema {manifest.get('schema_version')!r}, or not all of it",
+            "graft again with this version",
         )
     return manifest
 

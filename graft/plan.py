@@ -29,7 +29,8 @@ from graft.staging import check_output
 QUANT_FILE = "hf_quant_config.json"
 HEAD_SHARD_BYTES = 5_000_000_000
 OTHER_WEIGHTS = (*PICKLE_SUFFIXES, ".safetensors", ".gguf", ".h5", ".msgpack", ".onnx")
-REWRITTEN = ("config.json", QUANT_FILE, INDEX_NAME, MANIFEST_NAME, "SHA256SUMS")
+BASE_FILES = ("config.json", QUANT_FILE, INDEX_NAME)  # rewritten; the manifest keeps the old ones
+REWRITTEN = (*BASE_FILES, MANIFEST_NAME, "SHA256SUMS")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,8 @@ class GraftPlan:
     dropped: tuple[str, ...]
     kept_shards: tuple[str, ...]
     written_shards: tuple[ShardPlan, ...]
+    reemitted_shards: tuple[str, ...]
+    removed_shards: tuple[str, ...]
     copied_files: tuple[str, ...]
     left_out_files: tuple[str, ...]
     config: dict[str, Any]
@@ -65,6 +68,7 @@ class GraftPlan:
     base_fingerprint: dict[str, Any]
     head_metadata: dict[str, Any]
     mismatches: tuple[str, ...]
+    base_files: dict[str, bytes | None]
     source_state: tuple[tuple[str, int, int], ...]
 
 
@@ -111,32 +115,40 @@ def plan_graft(
     placed = plan_head(checkpoint, folder, map(checkpoint.info, kept), checkpoint.config)
     new = {info.name for info in placed.tensors}
     kept_shards, written = _plan_shards(checkpoint)
-    taken = [*kept_shards, *(shard.name for shard in written)]
+    reemitted = tuple(shard.name for shard in written)
+    taken = [*kept_shards, *reemitted]
     written += _head_shards(placed.tensors, taken, head_shard_bytes)
     changes = differences(checkpoint.config, placed.config)
     changes += [f"{QUANT_FILE} {c}" for c in _quant_file_changes(checkpoint, placed.quant_file)]
     copied, left_out = _other_files(checkpoint)
+    base_files = {name: _content(base / name) for name in BASE_FILES}
     sources = [*(base / name for name in checkpoint.shards), *_shard_paths(folder.infos())]
+    sources += [base / name for name, content in base_files.items() if content is not None]
     return GraftPlan(
         base=base, head=head, num_layers=folder.num_layers, form=placed.form,
         kept=kept,
         added=tuple(i.name for i in placed.tensors if i.name not in checkpoint),
         replaced=tuple(i.name for i in placed.tensors if i.name in checkpoint),
         dropped=tuple(n for n in checkpoint.head_names if n not in new),
-        kept_shards=kept_shards, written_shards=written,
+        kept_shards=kept_shards, written_shards=written, reemitted_shards=reemitted,
+        removed_shards=tuple(n for n in checkpoint.shards if n not in {*kept_shards, *reemitted}),
         copied_files=copied, left_out_files=left_out,
         config=placed.config, quant_file=placed.quant_file, config_changes=tuple(changes),
         index_metadata=checkpoint.index_metadata,
         kept_bytes=sum(checkpoint.info(n).nbytes for n in kept),
         head_bytes=sum(info.nbytes for info in placed.tensors),
         base_fingerprint=fingerprint, head_metadata=folder.metadata, mismatches=tuple(mismatches),
-        source_state=source_state(sources),
+        base_files=base_files, source_state=source_state(sources),
     )  # fmt: skip
 
 
 def source_state(paths: Iterable[Path]) -> tuple[tuple[str, int, int], ...]:
     """Size and time of change of each file, to notice a base that changes under a plan."""
     return tuple((str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in paths)
+
+
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None
 
 
 def _require_sound_head(checkpoint: Checkpoint, folder: HeadFolder) -> None:

@@ -16,9 +16,10 @@ from typing import Any, Literal
 
 from graft.errors import UserError
 from graft.index import INDEX_NAME, TensorInfo, index_of, write_json
-from graft.manifest import MANIFEST_NAME, SCHEMA_VERSION, file_digests
+from graft.manifest import MANIFEST_NAME
 from graft.plan import QUANT_FILE, GraftPlan, source_state
-from graft.reader import CHUNK_BYTES, HEAD_PREFIX, TensorStore
+from graft.reader import CHUNK_BYTES, TensorStore
+from graft.record import graft_manifest
 from graft.staging import staged_folder
 
 Link = Literal["auto", "hard", "copy"]
@@ -88,7 +89,8 @@ def write_graft(
             write_json(staging / QUANT_FILE, plan.quant_file)
         tensors = _reopen(plan, staging)
         write_json(staging / INDEX_NAME, index_of(tensors.infos(), plan.index_metadata))
-        manifest = _manifest(plan, staging, tensors, storage, tool)
+        storage |= dict.fromkeys(plan.copied_files, "copy")
+        manifest = graft_manifest(plan, staging, tensors, storage, tool)
         write_json(staging / MANIFEST_NAME, manifest)
         _require_unchanged(plan)
     return GraftResult(out=Path(out), plan=plan, manifest=manifest)
@@ -165,56 +167,3 @@ def _reopen(plan: GraftPlan, staging: Path) -> TensorStore:
     if set(tensors.names) != planned:
         raise AssertionError(f"written and planned differ: {set(tensors.names) ^ planned}")
     return tensors
-
-
-def _manifest(
-    plan: GraftPlan,
-    staging: Path,
-    tensors: TensorStore,
-    storage: dict[str, str],
-    tool: str | None,
-) -> dict[str, Any]:
-    names = sorted(path.name for path in staging.iterdir())
-    digests = file_digests(staging, names)
-    kinds = storage | dict.fromkeys(plan.copied_files, "copy")
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "tool": tool,
-        "base_fingerprint": plan.base_fingerprint,
-        "allowed_mismatches": list(plan.mismatches),
-        "head": {
-            "num_layers": plan.num_layers,
-            "form": plan.form,
-            "base_fingerprint": plan.head_metadata["base_fingerprint"],
-            "quantization": plan.head_metadata["quantization"],
-            "provenance": plan.head_metadata["provenance"],
-            "acceptance": plan.head_metadata["acceptance"],
-            "tensor_sha256": {
-                name: tensors.digest(name)
-                for name in sorted(tensors.names)
-                if name.startswith(HEAD_PREFIX)
-            },
-        },
-        "changes": {
-            "added": list(plan.added),
-            "replaced": list(plan.replaced),
-            "dropped": list(plan.dropped),
-            "rewritten_shards": [
-                shard.name for shard in plan.written_shards if shard.name in _base_shards(plan)
-            ],
-            "config": list(plan.config_changes),
-            "left_out_files": list(plan.left_out_files),
-        },
-        "files": {
-            name: {
-                "sha256": digests[name],
-                "bytes": (staging / name).stat().st_size,
-                "storage": kinds.get(name, "written"),
-            }
-            for name in names
-        },
-    }
-
-
-def _base_shards(plan: GraftPlan) -> set[str]:
-    return {Path(name).name for name, _, _ in plan.source_state if Path(name).parent == plan.base}

@@ -171,7 +171,7 @@ def test_bug_E5_a_base_that_changes_after_planning_fails_the_graft(tmp_path):
 def test_bug_A6_a_failure_between_the_steps_leaves_nothing(tmp_path, monkeypatch):
     base = write_base(tmp_path / "base")
     plan = plan_graft(base, write_tiny_head(tmp_path / "head", base))
-    for step in ("_place_shard", "write_shard", "index_of", "_manifest"):
+    for step in ("_place_shard", "write_shard", "index_of", "graft_manifest"):
         with monkeypatch.context() as patch:
 
             def fail(*arguments):

@@ -1,0 +1,82 @@
+"""What a graft says about itself: the contents of `graft.manifest.json`.
+
+The manifest is what `mtp verify` compares with and what `mtp ungraft` works from. So it holds the
+base's own small files as bytes, not as parsed JSON: a base that comes back must be the same file.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from graft.manifest import MANIFEST_SCHEMA, file_digests
+from graft.plan import GraftPlan
+from graft.reader import HEAD_PREFIX, TensorStore
+
+
+def graft_manifest(
+    plan: GraftPlan,
+    folder: Path,
+    tensors: TensorStore,
+    storage: Mapping[str, str],
+    tool: str | None,
+) -> dict[str, Any]:
+    """Describe the grafted checkpoint in `folder`, hashing every file in it.
+
+    Args:
+        plan: what was carried out.
+        folder: holds all files but the manifest.
+        tensors: the tensors of `folder`.
+        storage: how files were placed (`hard-link`, `copy`); those not named were `written`.
+        tool: name and version of the tool.
+    """
+    names = sorted(path.name for path in folder.iterdir())
+    digests = file_digests(folder, names)
+    head = sorted(name for name in tensors.names if name.startswith(HEAD_PREFIX))
+    return {
+        "schema_version": MANIFEST_SCHEMA,
+        "tool": tool,
+        "base_fingerprint": plan.base_fingerprint,
+        "allowed_mismatches": list(plan.mismatches),
+        "head": {
+            "num_layers": plan.num_layers,
+            "form": plan.form,
+            "base_fingerprint": plan.head_metadata["base_fingerprint"],
+            "quantization": plan.head_metadata["quantization"],
+            "provenance": plan.head_metadata["provenance"],
+            "acceptance": plan.head_metadata["acceptance"],
+            "tensor_sha256": {name: tensors.digest(name) for name in head},
+        },
+        "changes": {
+            "added": list(plan.added),
+            "replaced": list(plan.replaced),
+            "dropped": list(plan.dropped),
+            "reemitted_shards": list(plan.reemitted_shards),
+            "removed_shards": list(plan.removed_shards),
+            "config": list(plan.config_changes),
+            "left_out": list(plan.left_out_files),
+        },
+        "files": {
+            name: {
+                "sha256": digests[name],
+                "bytes": (folder / name).stat().st_size,
+                "storage": storage.get(name, "written"),
+            }
+            for name in names
+        },
+        "base_files": {name: packed(content) for name, content in plan.base_files.items()},
+    }
+
+
+def packed(content: bytes | None) -> dict[str, str] | None:
+    """A small file for the manifest, compressed; None for a file that did not exist."""
+    if content is None:
+        return None
+    return {
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "zlib_base64": base64.b64encode(zlib.compress(content, 9)).decode("ascii"),
+    }
