@@ -9,14 +9,15 @@ value = code * weight_scale * weight_scale_2.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from graft.errors import UserError
 from graft.index import read_json
 from graft.layout import Shape, head_tensor_shapes, is_moe
 from graft.reader import Checkpoint
+
+if TYPE_CHECKING:
+    import torch
 
 Form = Literal["bf16-fused", "bf16-per-expert", "nvfp4-modelopt"]
 FORMS: tuple[Form, ...] = ("bf16-fused", "bf16-per-expert", "nvfp4-modelopt")
@@ -38,6 +39,8 @@ def dequantize_nvfp4(
     Returns:
         float32 [out, in].
     """
+    import torch
+
     table = torch.tensor(NVFP4_CODES + tuple(-code for code in NVFP4_CODES))
     codes = torch.stack([weight & 0xF, weight >> 4], dim=-1).reshape(weight.shape[0], -1)
     blocks = table[codes.int()].reshape(weight.shape[0], -1, NVFP4_BLOCK)
@@ -47,6 +50,8 @@ def dequantize_nvfp4(
 
 def dequantize_head(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The BF16 per-expert twin of an NVFP4 head; unquantized tensors pass through."""
+    import torch
+
     twin: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         module, _, kind = name.rpartition(".")

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
+import numpy as np
 
 from graft.formats import Form, head_tensors
-from graft.reader import HEAD_PREFIX, TORCH_DTYPES, TensorStore
+from graft.reader import HEAD_PREFIX, TensorStore
+from graft.values import FLOAT_DTYPES, float_values
 
 
 def shape_problems(
@@ -38,13 +39,12 @@ def value_problems(store: TensorStore) -> list[str]:
     problems = []
     for name in sorted(name for name in store.names if name.startswith(HEAD_PREFIX)):
         dtype = store.info(name).dtype
-        if dtype not in TORCH_DTYPES or not TORCH_DTYPES[dtype].is_floating_point:
+        if dtype not in FLOAT_DTYPES:
             continue
         positive = name.rpartition(".")[2] in ("weight_scale", "weight_scale_2", "input_scale")
         for chunk in store.chunks(name):
-            values = torch.frombuffer(bytearray(chunk), dtype=TORCH_DTYPES[dtype])
-            values = values.float() if dtype.startswith("F8") else values
-            if not values.isfinite().all():
+            values = float_values(chunk, dtype)
+            if not np.isfinite(values).all():
                 problems.append(f"{name} has values that are not finite")
                 break
             if positive and not (values > 0).all():

@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from graft.errors import UserError
 from graft.reader import Checkpoint
+
+if TYPE_CHECKING:
+    import torch
 
 Shape = tuple[int, ...]
 Experts = Literal["fused", "per_expert"]
@@ -176,6 +177,8 @@ def fuse_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
     Raises:
         UserError: for an incomplete set of experts, naming what is missing.
     """
+    import torch
+
     fused: dict[str, torch.Tensor] = {}
     counts: dict[str, int] = {}
     for name, tensor in tensors.items():

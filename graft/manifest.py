@@ -12,16 +12,16 @@ import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors.torch import save_file
+from typing import TYPE_CHECKING, Any
 
 from graft.errors import UserError
 from graft.formats import FORMS, Form, describe_quantization
 from graft.index import read_json, write_json
 from graft.layout import base_tensor_names, is_tied
 from graft.reader import CHUNK_BYTES, HEAD_PREFIX, Checkpoint, TensorStore
+
+if TYPE_CHECKING:
+    import torch
 
 SCHEMA_VERSION = 1
 MANIFEST_SCHEMA = 2  # 2: base_files, reemitted_shards, removed_shards
@@ -136,6 +136,9 @@ def write_head(
     Raises:
         ValueError: for tensors or metadata that do not make a head; the caller has a bug.
     """
+    import torch
+    from safetensors.torch import save_file
+
     if problem := _metadata_problem(metadata):
         raise ValueError(problem)
     strangers = [name for name in tensors if not name.startswith(HEAD_PREFIX)]

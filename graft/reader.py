@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from graft.errors import UserError
 from graft.index import INDEX_NAME, TensorInfo, read_header, read_index, read_json
+
+if TYPE_CHECKING:
+    import torch
 
 SUPPORTED_MODEL_TYPES = (
     "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_text", "qwen3_next",
@@ -18,12 +19,20 @@ SUPPORTED_MODEL_TYPES = (
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 HEAD_PREFIX = "mtp."
 CHUNK_BYTES = 16 * 1024 * 1024
-TORCH_DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
-    "I32": torch.int32, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F32": torch.float32, "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
+TORCH_NAMES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64",
+    "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
+
+
+def torch_dtype(stored: str) -> torch.dtype:
+    """torch's dtype for one that safetensors spells `stored`; UserError if torch has none."""
+    import torch  # here, since a graft must not pay for it (graft/values.py)
+
+    if stored not in TORCH_NAMES:
+        raise UserError("a dtype that torch can hold", stored, "convert the tensor")
+    return getattr(torch, TORCH_NAMES[stored])
 
 
 class TensorStore:
@@ -69,17 +78,18 @@ class TensorStore:
 
     def load(self, name: str) -> torch.Tensor:
         """Read one tensor into memory of its own, in its stored dtype and shape."""
+        import torch
+
         info = self.info(name)
-        if info.dtype not in TORCH_DTYPES:
-            raise UserError(f"a dtype torch can hold for {name}", info.dtype, "convert the tensor")
+        dtype = torch_dtype(info.dtype)
         if not info.nbytes:
-            return torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype])
+            return torch.empty(info.shape, dtype=dtype)
         buffer = bytearray(info.nbytes)
         view, filled = memoryview(buffer), 0
         for chunk in self.chunks(name):
             view[filled : filled + len(chunk)] = chunk
             filled += len(chunk)
-        return torch.frombuffer(buffer, dtype=TORCH_DTYPES[info.dtype]).reshape(info.shape)
+        return torch.frombuffer(buffer, dtype=dtype).reshape(info.shape)
 
     def chunks(self, name: str) -> Iterator[bytes]:
         """Yield one tensor's bytes in pieces of at most 16 MiB (whole elements)."""

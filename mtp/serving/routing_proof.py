@@ -25,7 +25,7 @@ import torch
 
 from graft.errors import UserError
 from graft.layout import count_head_layers
-from graft.reader import TORCH_DTYPES, Checkpoint
+from graft.reader import Checkpoint, torch_dtype
 from mtp.serving.probe_client import run_probe
 
 SCHEMA_VERSION = 1
@@ -216,7 +216,7 @@ def scrambled_twin(checkpoint: Path) -> Iterator[Path]:
                 noise = NOISE * torch.randn(info.shape, generator=generator)
                 with (twin / info.shard.name).open("r+b") as shard:
                     shard.seek(info.offset)
-                    shard.write(noise.to(TORCH_DTYPES[info.dtype]).view(torch.uint8).numpy())
+                    shard.write(noise.to(torch_dtype(info.dtype)).view(torch.uint8).numpy())
         except OSError as error:
             size = sum((source / name).stat().st_size for name in spoiled)
             raise UserError(
