@@ -7,14 +7,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from graft.formats import NVFP4_BLOCK
-from graft.layout import count_key
+from graft.layout import count_key, declared_layers
+
+# Lists of a text config that may happen to be as long as there are layers.
+NOT_PER_LAYER = ("architectures", "eos_token_id", "mlp_only_layers")
 
 
 def with_layer_count(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """The config with the number of MTP layers where the family keeps it."""
+    """The config with the number of MTP layers where the family keeps it.
+
+    A list with one entry for each layer of the trunk and each MTP layer that was declared gets as
+    many MTP entries as there are now, all like the last one (a Step-3.7 export truncated its own).
+    """
     patched = copy.deepcopy(dict(config))
     key = count_key(config)
     nested = patched.get("text_config")
+    text = nested if isinstance(nested, dict) else patched
+    num_trunk, declared = text.get("num_hidden_layers") or 0, declared_layers(config) or 0
+    for name, value in text.items():
+        counts_heads = isinstance(value, list) and len(value) == num_trunk + declared
+        if counts_heads and declared and name not in NOT_PER_LAYER:
+            text[name] = value[:num_trunk] + value[-1:] * num_layers
     if isinstance(nested, dict):
         nested[key] = num_layers
     if not isinstance(nested, dict) or key in patched:

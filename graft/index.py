@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -18,8 +19,14 @@ from graft.errors import UserError
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
+MAX_JSON_BYTES = 100_000_000  # an index of 124,468 tensors takes 15 MB
+MAX_JSON_DEPTH = 50  # configs nest 5 deep; copying and comparing recurse
+MAX_NAME_BYTES = 255  # of one file name on every usual file system
+MAX_ELEMENTS = 2**64 - 1  # safetensors refuses a product of sizes past it
+LFS_POINTER = b"version https://git-lfs"
 DTYPE_BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4,
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
     "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32,
     "U64": 64, "I64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
@@ -47,7 +54,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         UserError: for a file that is missing, empty, truncated, not safetensors, or inconsistent.
     """
     try:
-        size = path.stat().st_size
+        size = _regular_size(path)
         with path.open("rb") as file:
             start = file.read(64)
             length = _header_length(path, size, start)
@@ -61,7 +68,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         raise _broken(path, f"a header that is not valid JSON ({error})") from error
     if not isinstance(header, dict):
         raise _broken(path, "a header that is not a JSON object")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise _broken(path, "a __metadata__ that is not text by key, as safetensors requires")
     tensors = [_tensor_info(path, name, entry, 8 + length) for name, entry in header.items()]
     tensors.sort(key=lambda info: (info.offset, info.nbytes))
     _check_extent(path, tensors, 8 + length, size)
@@ -71,7 +80,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 def _header_length(path: Path, size: int, start: bytes) -> int:
     if size == 0:
         raise _broken(path, "a file of 0 bytes")
-    if start.startswith(b"version https://git-lfs"):
+    if start.startswith(LFS_POINTER):
         raise _broken(path, "a Git LFS pointer instead of the file")
     if start.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
         raise _broken(path, "a web page (HTML or XML) instead of the file")
@@ -84,16 +93,19 @@ def _header_length(path: Path, size: int, start: bytes) -> int:
 
 
 def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+    if not _is_plain(name):
+        raise _broken(path, f"the tensor name {_shown(name)}, which cannot be printed")
     if not isinstance(entry, dict):
         raise _broken(path, f"a malformed entry for tensor {name}")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if dtype not in DTYPE_BITS:
-        raise _broken(path, f"tensor {name} of unknown dtype {dtype!r}")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise _broken(path, f"tensor {name} of unknown dtype {_shown(dtype)}")
     if not _whole_numbers(shape) or not _whole_numbers(offsets) or len(offsets) != 2:
         raise _broken(path, f"tensor {name} with a malformed shape or offsets")
     begin, end = offsets
-    wanted = math.prod(shape) * DTYPE_BITS[dtype]
-    if (end - begin) * 8 != wanted:
+    if (num_elements := _num_elements(shape)) is None:
+        raise _broken(path, f"tensor {name} whose shape has over {MAX_ELEMENTS} elements")
+    if (end - begin) * 8 != num_elements * DTYPE_BITS[dtype]:
         raise _broken(
             path, f"tensor {name} whose {dtype} shape {shape} does not fit {end - begin} bytes"
         )
@@ -116,6 +128,36 @@ def _check_extent(path: Path, tensors: list[TensorInfo], data_start: int, size: 
         raise _broken(path, f"{size - position} trailing bytes after the last tensor")
 
 
+def _regular_size(path: Path) -> int:
+    """Size of a regular file, through links: a pipe or a device would never end."""
+    if path.is_symlink() and not path.exists():
+        raise OSError(None, f"a broken link to {path.readlink()}")
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(None, "something that is not a plain file")
+    return status.st_size
+
+
+def _is_plain(name: str) -> bool:
+    """Printable and not empty: no control characters for terminals, no halves of characters."""
+    return name.isprintable() and name != ""
+
+
+def _shown(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _num_elements(shape: list[int]) -> int | None:
+    """Product of the sizes, or None where it does not fit 64 bits on the way (as safetensors)."""
+    product = 1
+    for size in shape:
+        product *= size
+        if max(product, size) > MAX_ELEMENTS:
+            return None
+    return product
+
+
 def _whole_numbers(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
@@ -123,8 +165,11 @@ def _whole_numbers(value: Any) -> TypeGuard[list[int]]:
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"key {next(n for n in names if names.count(n) > 1)!r} appears twice")
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"key {_shown(name)} appears twice")
+            seen.add(name)
     return result
 
 
@@ -137,7 +182,18 @@ def _broken(path: Path, found: str) -> UserError:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object, or raise UserError naming the file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_pairs)
+        size = _regular_size(path)
+        if size > MAX_JSON_BYTES:
+            raise ValueError(f"{size} bytes, more than such a file can need")
+        raw = path.read_bytes()
+        if raw.startswith(LFS_POINTER):
+            raise ValueError("a Git LFS pointer instead of the file")
+        value = json.loads(
+            raw.decode("utf-8"),
+            object_pairs_hook=_unique_pairs,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+        )
     except OSError as error:
         found = error.strerror or str(error)
         raise UserError(f"a readable file {path}", found, "restore that file") from error
@@ -145,7 +201,35 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"JSON in {path}", f"{error}", "restore that file") from error
     if not isinstance(value, dict):
         raise UserError(f"a JSON object in {path}", type(value).__name__, "restore that file")
+    if _is_deeper_than(value, MAX_JSON_DEPTH):
+        raise UserError(
+            f"JSON nested at most {MAX_JSON_DEPTH} deep in {path}", "more", "restore that file"
+        )
     return value
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name}, which is no JSON")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"the number {_shown(text)}, which is too large")
+    return value
+
+
+def _is_deeper_than(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        level = [
+            item
+            for parent in level
+            for item in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -165,10 +249,10 @@ def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"a weight_map in {path}", "none", "restore that file")
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not _stays_inside(shard):
+        if not isinstance(shard, str) or not _stays_inside(shard) or not _is_plain(name):
             raise UserError(
-                f"shard names inside the folder in {path}",
-                f"{shard!r} for tensor {name}",
+                f"printable tensor names and plain file names in {path}",
+                f"{_shown(shard)} for tensor {_shown(name)}",
                 "do not use this checkpoint: its index points outside its folder",
             )
         if not shard.endswith(".safetensors"):
@@ -179,7 +263,13 @@ def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def _stays_inside(name: str) -> bool:
-    return name == PurePosixPath(name).name and name not in ("", "..") and "\\" not in name
+    return (
+        name == PurePosixPath(name).name
+        and name not in ("", "..")
+        and "\\" not in name
+        and _is_plain(name)
+        and len(name.encode()) <= MAX_NAME_BYTES
+    )
 
 
 def index_of(tensors: Iterable[TensorInfo], metadata: Mapping[str, Any]) -> dict[str, Any]:

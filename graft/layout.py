@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from graft.errors import UserError
-from graft.reader import Checkpoint
+from graft.reader import MAX_NAMED, Checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -22,8 +23,11 @@ Shape = tuple[int, ...]
 Experts = Literal["fused", "per_expert"]
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 TRUNK_PREFIXES = ("model.language_model.", "model.")
-_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
-_ONE_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+# Real bases have up to 512 experts and heads up to 4 layers: a larger number in a name or a config
+# is a mistake or an attack, and lists as long as it says would fill the memory.
+MAX_EXPERTS, MAX_HEAD_LAYERS, MAX_SIZE = 8192, 64, 2**24
+_LAYER = re.compile(r"mtp\.layers\.(0|[1-9][0-9]{0,8})\.")
+_ONE_EXPERT = re.compile(r"(.*\.experts)\.(0|[1-9][0-9]{0,8})\.(gate|up|down)_proj\.weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +84,45 @@ def count_key(config: Mapping[str, Any]) -> str:
 
 
 def count_head_layers(names: Iterable[str]) -> int:
-    """Number of MTP layers that `names` speak of: the highest layer number plus one."""
+    """Number of MTP layers that `names` speak of: the highest layer number plus one.
+
+    Raises:
+        UserError: for a number that no head has.
+    """
     numbers = [int(found[1]) for name in names if (found := _LAYER.match(name))]
-    return max(numbers, default=-1) + 1
+    count = max(numbers, default=-1) + 1
+    if count > MAX_HEAD_LAYERS:
+        raise UserError(
+            f"at most {MAX_HEAD_LAYERS} MTP layers, numbered from 0",
+            f"a tensor of mtp.layers.{count - 1}",
+            "use a head whose layers are numbered 0, 1, 2, ...",
+        )
+    return count
+
+
+def declared_layers(config: Mapping[str, Any]) -> int | None:
+    """The number of MTP layers that a config.json states, as vLLM reads it; None for no word.
+
+    Qwen3.5 keeps it in `text_config` where nested, but vLLM looks at the top level first. A
+    Qwen3-Next config without the key means one layer.
+    """
+    key, nested = count_key(config), config.get("text_config") or {}
+    value = config.get(key)
+    value = nested.get(key) if value is None else value
+    return 1 if value is None and key == "num_nextn_predict_layers" else value
+
+
+def has_experts(text_config: Mapping[str, Any], layer: int) -> bool:
+    """Whether MTP layer number `layer` is a mixture of experts.
+
+    In vLLM a Qwen3-Next MTP layer asks `mlp_only_layers` and `decoder_sparse_step` about its own
+    number, from 0, as if it stood at the bottom of the trunk (`Qwen3NextDecoderLayer`). Qwen3.5
+    does not read these keys.
+    """
+    if not is_moe(text_config) or text_config.get("model_type") != "qwen3_next":
+        return is_moe(text_config)
+    step = text_config.get("decoder_sparse_step") or 1
+    return layer not in (text_config.get("mlp_only_layers") or []) and (layer + 1) % step == 0
 
 
 def head_tensor_shapes(
@@ -105,12 +145,13 @@ def head_tensor_shapes(
         "mtp.pre_fc_norm_hidden.weight": (hidden,),
         "mtp.pre_fc_norm_embedding.weight": (hidden,),
     }
-    block = _attention_shapes(text_config, hidden)
-    if is_moe(text_config):
-        block |= _moe_shapes(text_config, hidden, experts)
-    else:
-        block |= _mlp_shapes("mlp.", hidden, _size(text_config, "intermediate_size"))
+    attention = _attention_shapes(text_config, hidden)
     for layer in range(num_layers):
+        if has_experts(text_config, layer):
+            mlp = _moe_shapes(text_config, hidden, experts)
+        else:
+            mlp = _mlp_shapes("mlp.", hidden, _size(text_config, "intermediate_size"))
+        block = attention | mlp
         shapes |= {f"mtp.layers.{layer}.{name}": shape for name, shape in block.items()}
     return shapes
 
@@ -138,7 +179,7 @@ def _attention_shapes(config: Mapping[str, Any], hidden: int) -> dict[str, Shape
 
 
 def _moe_shapes(config: Mapping[str, Any], hidden: int, experts: Experts) -> dict[str, Shape]:
-    num_experts = _size(config, "num_experts")
+    num_experts = _size(config, "num_experts", MAX_EXPERTS)
     width = _size(config, "moe_intermediate_size")
     shapes: dict[str, Shape] = {"mlp.gate.weight": (num_experts, hidden)}
     shared = config.get("shared_expert_intermediate_size") or 0
@@ -162,10 +203,10 @@ def _mlp_shapes(prefix: str, hidden: int, width: int) -> dict[str, Shape]:
     }
 
 
-def _size(config: Mapping[str, Any], key: str) -> int:
+def _size(config: Mapping[str, Any], key: str, limit: int = MAX_SIZE) -> int:
     value = config.get(key)
-    if type(value) is not int or value <= 0:
-        raise UserError(f"a positive {key} in config.json", repr(value), "restore config.json")
+    if type(value) is not int or not 0 < value <= limit:
+        raise UserError(f"{key} from 1 to {limit} in config.json", repr(value), "restore that file")
     return value
 
 
@@ -181,17 +222,21 @@ def fuse_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
     fused: dict[str, torch.Tensor] = {}
     counts: dict[str, int] = {}
+    num_parts: dict[str, int] = {}
     for name, tensor in tensors.items():
         if found := _ONE_EXPERT.fullmatch(name):
             counts[found[1]] = max(counts.get(found[1], 0), int(found[2]) + 1)
+            num_parts[found[1]] = num_parts.get(found[1], 0) + 1
         else:
             fused[name] = tensor
     for prefix, count in counts.items():
-        wanted = [f"{prefix}.{e}.{p}.weight" for e in range(count) for p in EXPERT_PROJECTIONS]
-        if missing := [name for name in wanted if name not in tensors]:
+        names = (f"{prefix}.{e}.{p}.weight" for e in range(count) for p in EXPERT_PROJECTIONS)
+        if num_parts[prefix] < count * len(EXPERT_PROJECTIONS):
+            missing = [n for n in islice(names, MAX_EXPERTS) if n not in tensors]
             raise UserError(
                 f"all {count} experts of {prefix}",
-                f"{len(missing)} tensors missing: {', '.join(missing)}",
+                f"{count * len(EXPERT_PROJECTIONS) - num_parts[prefix]} tensors missing: "
+                f"{', '.join(missing[:MAX_NAMED])}",
                 "use a complete head",
             )
         rows = [

@@ -18,12 +18,24 @@ SUPPORTED_MODEL_TYPES = (
 )  # fmt: skip
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 HEAD_PREFIX = "mtp."
+MAX_NAMED = 20  # names in one message
 CHUNK_BYTES = 16 * 1024 * 1024
 TORCH_NAMES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64",
     "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
+
+
+# Kinds of the config values that are read here; null counts as absent.
+CONFIG_KINDS: dict[str, type | tuple[type, ...]] = {
+    "model_type": str, "architectures": list, "text_config": dict, "vision_config": dict,
+    "quantization_config": dict, "rope_parameters": dict, "layer_types": list,
+    "mlp_only_layers": list, "num_hidden_layers": int, "mtp_num_hidden_layers": int,
+    "num_nextn_predict_layers": int, "decoder_sparse_step": int, "num_experts": int,
+    "tie_word_embeddings": bool, "attn_output_gate": bool,
+}  # fmt: skip
+LISTS_OF_STRINGS = ("architectures", "layer_types")
 
 
 def torch_dtype(stored: str) -> torch.dtype:
@@ -133,11 +145,13 @@ class Checkpoint(TensorStore):
                 "give the path of a downloaded checkpoint",
             )
         self.config = read_json(self.folder / "config.json")
+        _check_kinds(self.config, self.folder / "config.json")
+        _check_kinds(self.text_config, self.folder / "config.json")
         present = sorted(path.name for path in self.folder.glob("*.safetensors"))
         index = self.folder / INDEX_NAME
         self.weight_map: dict[str, str] | None = None
         self.index_metadata: dict[str, Any] = {}
-        if index.exists():
+        if index.exists() or index.is_symlink():
             self.weight_map, self.index_metadata = read_index(index)
         if self.weight_map is None:
             shards = present
@@ -183,9 +197,13 @@ class Checkpoint(TensorStore):
     def _check_present(self, shards: list[str]) -> None:
         missing = [name for name in shards if not (self.folder / name).is_file()]
         if missing:
+            named = [
+                f"{name} (a broken link)" if (self.folder / name).is_symlink() else name
+                for name in missing[:MAX_NAMED]
+            ]
             raise UserError(
                 f"the {len(shards)} shards that {self.folder / INDEX_NAME} names",
-                f"{len(missing)} missing: {', '.join(missing)}",
+                f"{len(missing)} missing: {', '.join(named)}",
                 "download the missing files",
             )
 
@@ -198,7 +216,7 @@ class Checkpoint(TensorStore):
         if lacking:
             raise UserError(
                 f"every tensor of {self.folder / INDEX_NAME} in the shard it names",
-                f"{len(lacking)} absent: {', '.join(sorted(lacking)[:20])}",
+                f"{len(lacking)} absent: {', '.join(sorted(lacking)[:MAX_NAMED])}",
                 "download the index and the shards again",
             )
 
@@ -216,6 +234,20 @@ class Checkpoint(TensorStore):
                 self._tensors.update(header)
                 found.append(file)
         return tuple(found)
+
+
+def _check_kinds(config: dict[str, Any], path: Path) -> None:
+    for key, kinds in CONFIG_KINDS.items():
+        value = config.get(key)
+        wrong = value is not None and not isinstance(value, kinds)
+        if key in LISTS_OF_STRINGS and isinstance(value, list):
+            wrong = not all(isinstance(item, str) for item in value)
+        if wrong or (kinds is int and (isinstance(value, bool) or (value or 0) < 0)):
+            raise UserError(
+                f"a config whose {key} is of the kind that transformers writes in {path}",
+                ascii(value)[:80],
+                "restore that file",
+            )
 
 
 def _no_weights(folder: Path) -> UserError:

@@ -12,11 +12,12 @@ from graft.formats import head_form, quantization_blocks
 from graft.head_check import shape_problems, value_problems
 from graft.ignore import is_multimodal, linear_modules, wrong_modules
 from graft.index import INDEX_NAME, index_of
-from graft.layout import base_tensor_names, count_head_layers, count_key
+from graft.layout import base_tensor_names, count_head_layers, count_key, declared_layers
 from graft.manifest import MANIFEST_NAME, SCHEMA_VERSION, file_digests, read_manifest
 from graft.reader import HEAD_PREFIX, Checkpoint
 
 Status = Literal["pass", "fail", "skip"]
+NO_HEAD = "no head, and none declared: a base"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,13 +86,13 @@ def verify_graft(out: Path, base: Path | None = None) -> VerifyReport:
         grafted = Checkpoint(out)
         grafted.require_supported()
         base_tensor_names(grafted)
+        num_layers = count_head_layers(grafted.head_names)
     except UserError as error:
         return VerifyReport(
             folder=out,
             checks=(Check(name="files are sound", status="fail", details=(str(error),)),),
         )
     reference = Checkpoint(base) if base is not None else None
-    num_layers = count_head_layers(grafted.head_names)
     steps: list[tuple[str, Callable[[], list[str] | str]]] = [
         ("files match the manifest", lambda: _file_problems(grafted)),
         ("index is true", lambda: _index_problems(grafted)),
@@ -154,17 +155,17 @@ def _index_problems(grafted: Checkpoint) -> list[str]:
     return problems
 
 
-def _count_problems(grafted: Checkpoint, num_layers: int) -> list[str]:
-    key = count_key(grafted.config)
-    declared = grafted.text_config.get(key)
-    if declared is None and key == "num_nextn_predict_layers":
-        declared = 1
+def _count_problems(grafted: Checkpoint, num_layers: int) -> list[str] | str:
+    key, declared = count_key(grafted.config), declared_layers(grafted.config)
     if not num_layers:
-        return [f"declared {declared or 0} MTP layers, found none"]
+        stated = grafted.text_config.get(key) or grafted.config.get(key)
+        return [f"declared {stated} MTP layers, found none"] if stated else NO_HEAD
     return [] if declared == num_layers else [f"{key} is {declared}, found {num_layers} layers"]
 
 
-def _shape_problems(grafted: Checkpoint, num_layers: int) -> list[str]:
+def _shape_problems(grafted: Checkpoint, num_layers: int) -> list[str] | str:
+    if not num_layers and isinstance(_count_problems(grafted, 0), str):
+        return NO_HEAD
     form = head_form(grafted.head_names)
     return shape_problems(grafted, grafted.text_config, max(num_layers, 1), form)
 

@@ -29,6 +29,9 @@ TEXT_CONFIG: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
 }  # fmt: skip
 DENSE = {"num_experts": None, "model_type": "qwen3_5_text", "intermediate_size": 48}
+# What a flat Qwen3-Next config has otherwise: no key for the number of MTP layers means one.
+NEXT = {"model_type": "qwen3_next", "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "intermediate_size": 48}  # fmt: skip
 
 # A row: keyword arguments of `write_base`.
 BASES: dict[str, dict[str, Any]] = {
@@ -41,7 +44,17 @@ BASES: dict[str, dict[str, Any]] = {
     "odd shard names": {"shard_name": "weights-{:d}x.safetensors"},
     "tied": {"tied": True, "nested": False, "prefix": "model."},
     "dense": {"dense": True},
+    "dense, tied": {"dense": True, "tied": True},
+    "dense, flat": {"dense": True, "nested": False, "prefix": "model."},
+    "Qwen3-Next, no head": {"family": "next"},
+    "Qwen3-Next, one-layer head": {
+        "family": "next", "head_layers": 1, "head_form": "bf16-per-expert", "head_place": "shard"},
+    "Qwen3-Next, one-layer head among trunk tensors": {
+        "family": "next", "declared": 1, "head_layers": 1, "head_place": "mixed"},
+    "Qwen3-Next, some layers dense": {
+        "family": "next", "text": {"mlp_only_layers": [1], "decoder_sparse_step": 1}},
     "declared but absent head": {"declared": 1},
+    "four layers declared, none there": {"declared": 4},
     "one-layer head in its own shard": {"declared": 1, "head_layers": 1, "head_place": "shard"},
     "one-layer head among trunk tensors": {
         "declared": 1, "head_layers": 1, "head_place": "mixed"},
@@ -49,6 +62,12 @@ BASES: dict[str, dict[str, Any]] = {
         "declared": 1, "head_layers": 1, "head_place": "standalone"},
     "one-layer head in a single file": {
         "declared": 1, "head_layers": 1, "head_place": "mixed", "num_shards": 1},
+    "one-layer head, text-only": {
+        "declared": 1, "head_layers": 1, "nested": False, "prefix": "model.",
+        "experts": "fused"},
+    "layer types that count the head": {
+        "declared": 1, "head_layers": 1,
+        "text": {"layer_types": [*TEXT_CONFIG["layer_types"], "full_attention"]}},
     "four-layer per-expert head": {
         "declared": 4, "head_layers": 4, "head_form": "bf16-per-expert", "head_place": "shard"},
 }  # fmt: skip
@@ -61,6 +80,8 @@ def write_base(
     prefix: str = "model.language_model.",
     experts: str = "per_expert",
     dense: bool = False,
+    family: str = "3.5",
+    text: dict[str, Any] | None = None,
     tied: bool = False,
     declared: int | None = None,
     head_layers: int = 0,
@@ -71,12 +92,18 @@ def write_base(
     index: bool = True,
     seed: int = 0,
 ) -> Path:
-    """Write a tiny base of one layout and return its folder."""
+    """Write a tiny base of one layout and return its folder; `text` overrides text config keys."""
     folder.mkdir(parents=True)
-    text = TEXT_CONFIG | (DENSE if dense else {}) | {"tie_word_embeddings": tied}
+    is_next = family == "next"
+    if is_next:
+        nested, prefix = False, "model."
+    text = (
+        TEXT_CONFIG | (DENSE if dense else {}) | (NEXT if is_next else {})
+        | {"tie_word_embeddings": tied} | (text or {})
+    )  # fmt: skip
     if declared is not None:
-        text["mtp_num_hidden_layers"] = declared
-    kind = "Qwen3_5" if dense else "Qwen3_5Moe"
+        text["num_nextn_predict_layers" if is_next else "mtp_num_hidden_layers"] = declared
+    kind = "Qwen3Next" if is_next else "Qwen3_5" if dense else "Qwen3_5Moe"
     config = {"architectures": [f"{kind}ForCausalLM"], **text}
     if nested:
         config = {
@@ -117,23 +144,33 @@ def trunk_tensors(
     hidden, keys, values = 32, 2 * 16, 4 * 16
     shapes: dict[str, tuple[int, ...]] = {f"{prefix}embed_tokens.weight": (64, hidden)}
     # A decoder layer of the head is one of the trunk: same names behind another prefix.
-    block = {
-        name.removeprefix("mtp.layers.0."): shape
-        for name, shape in head_tensor_shapes(text, 1, experts).items()  # type: ignore[arg-type]
-        if name.startswith("mtp.layers.0.")
-    }
-    for layer, kind in enumerate(text["layer_types"]):
-        here = {n: s for n, s in block.items() if kind == "full_attention" or "self_attn" not in n}
+    num_layers = text["num_hidden_layers"]
+    like_a_head = head_tensor_shapes(text, num_layers, experts)  # type: ignore[arg-type]
+    for layer, kind in enumerate(text["layer_types"][:num_layers]):
+        here = {
+            name.removeprefix(f"mtp.layers.{layer}."): shape
+            for name, shape in like_a_head.items()
+            if name.startswith(f"mtp.layers.{layer}.")
+            and (kind == "full_attention" or "self_attn" not in name)
+        }
         if kind == "linear_attention":
             here |= {
                 "linear_attn.A_log": (4,), "linear_attn.dt_bias": (4,),
                 "linear_attn.conv1d.weight": (2 * keys + values, 1, 4),
-                "linear_attn.in_proj_qkv.weight": (2 * keys + values, hidden),
-                "linear_attn.in_proj_z.weight": (values, hidden),
-                "linear_attn.in_proj_a.weight": (4, hidden),
-                "linear_attn.in_proj_b.weight": (4, hidden),
                 "linear_attn.norm.weight": (16,), "linear_attn.out_proj.weight": (hidden, values),
             }  # fmt: skip
+            if text["model_type"] == "qwen3_next":
+                here |= {
+                    "linear_attn.in_proj_qkvz.weight": (2 * keys + 2 * values, hidden),
+                    "linear_attn.in_proj_ba.weight": (2 * 4, hidden),
+                }
+            else:
+                here |= {
+                    "linear_attn.in_proj_qkv.weight": (2 * keys + values, hidden),
+                    "linear_attn.in_proj_z.weight": (values, hidden),
+                    "linear_attn.in_proj_a.weight": (4, hidden),
+                    "linear_attn.in_proj_b.weight": (4, hidden),
+                }
         shapes |= {f"{prefix}layers.{layer}.{name}": shape for name, shape in here.items()}
     shapes[f"{prefix}norm.weight"] = (hidden,)
     if not text["tie_word_embeddings"]:

@@ -170,8 +170,11 @@ def test_unsupported_models_and_other_engines_layouts_are_refused(tmp_path):
 @pytest.mark.parametrize("name", [n for n in BASES if "one-layer" in n])
 def test_bug_A4_heads_are_found_wherever_they_lie(tmp_path, name):
     checkpoint = Checkpoint(write_base(tmp_path / "base", **BASES[name]))
-    assert len(checkpoint.head_names) == 19  # facts: 1 layer fused
-    assert "mtp.layers.0.mlp.experts.gate_up_proj" in checkpoint
+    per_expert = BASES[name].get("head_form") == "bf16-per-expert"
+    # facts: 19 tensors for 1 layer fused; here 4 experts of 3 matrices stand for 2 fused ones
+    assert len(checkpoint.head_names) == (19 - 2 + 3 * 4 if per_expert else 19)
+    experts = "experts.3.up_proj.weight" if per_expert else "experts.gate_up_proj"
+    assert f"mtp.layers.0.mlp.{experts}" in checkpoint
 
 
 def test_total_size_counts_tensor_bytes(tmp_path):
