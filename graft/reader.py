@@ -25,8 +25,6 @@ TORCH_NAMES = {
     "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
-
-
 # Kinds of the config values that are read here; null counts as absent.
 CONFIG_KINDS: dict[str, type | tuple[type, ...]] = {
     "model_type": str, "architectures": list, "text_config": dict, "vision_config": dict,

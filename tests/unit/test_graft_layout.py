@@ -6,12 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import DENSE, TEXT_CONFIG, random_head, write_base
+from tiny import DENSE, NEXT, TEXT_CONFIG, random_head, write_base
 
+from graft.config_patch import with_layer_count
 from graft.errors import UserError
 from graft.layout import (
     base_tensor_names,
     count_head_layers,
+    declared_layers,
     fuse_experts,
     head_tensor_shapes,
     split_experts,
@@ -102,3 +104,68 @@ def test_tied_bases_have_no_lm_head_and_untied_ones_need_it(tmp_path):
     (tied / "config.json").write_text(text.replace(": true", ": false"))
     with pytest.raises(UserError, match="lm_head"):
         base_tensor_names(Checkpoint(tied))
+
+
+@pytest.mark.parametrize(
+    ("config", "declared"),
+    [
+        ({"model_type": "qwen3_5_moe_text"}, None),
+        ({"model_type": "qwen3_5_moe_text", "mtp_num_hidden_layers": 2}, 2),
+        ({"model_type": "qwen3_5_moe", "text_config": {"mtp_num_hidden_layers": 3}}, 3),
+        ({"model_type": "qwen3_5", "mtp_num_hidden_layers": 1,
+          "text_config": {"mtp_num_hidden_layers": 4}}, 1),  # vLLM looks at the top first
+        ({"model_type": "qwen3_next"}, 1),
+        ({"model_type": "qwen3_next", "num_nextn_predict_layers": 4}, 4),
+        ({"model_type": "qwen3_next", "mtp_num_hidden_layers": 4}, 1),
+    ],
+)  # fmt: skip
+def test_bug_C5_the_declared_count_is_read_where_vllm_reads_it(config, declared):
+    assert declared_layers(config) == declared
+    assert declared_layers(with_layer_count(config, 5)) == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "dense"),
+    [
+        ({}, set()),
+        ({"mlp_only_layers": [0, 2]}, {0, 2}),
+        ({"decoder_sparse_step": 2}, {0, 2}),
+        ({"decoder_sparse_step": 4, "mlp_only_layers": [3]}, {0, 1, 2, 3}),
+        ({"model_type": "qwen3_5_moe_text", "mlp_only_layers": [0]}, set()),
+    ],
+)
+def test_which_qwen3_next_mtp_layers_vllm_builds_without_experts(changes, dense):
+    """`Qwen3NextDecoderLayer` (vLLM 0.32) asks about the MTP layer's own number, from 0."""
+    names = head_tensor_shapes(TEXT_CONFIG | NEXT | changes, 4)
+    for layer in range(4):
+        assert (f"mtp.layers.{layer}.mlp.down_proj.weight" in names) == (layer in dense)
+        assert (f"mtp.layers.{layer}.mlp.experts.down_proj" in names) == (layer not in dense)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 4])
+def test_lists_that_count_the_head_follow_its_layers(num_layers):
+    text = {"num_hidden_layers": 3, "mtp_num_hidden_layers": 1, "eos_token_id": [1, 2, 3, 4],
+            "layer_types": ["l", "l", "f", "f"], "limits": [1, 2, 3, 9]}  # fmt: skip
+    new = with_layer_count({"model_type": "qwen3_5_moe", "text_config": text}, num_layers)
+    assert new["text_config"] == text | {
+        "mtp_num_hidden_layers": num_layers, "limits": [1, 2, 3] + [9] * num_layers,
+        "layer_types": ["l", "l", "f"] + ["f"] * num_layers,
+    }  # fmt: skip
+    assert text["limits"] == [1, 2, 3, 9]
+    text.pop("mtp_num_hidden_layers")  # no head declared: no list can count one
+    again = with_layer_count({"model_type": "qwen3_5_moe", "text_config": text}, num_layers)
+    assert again["text_config"]["limits"] == [1, 2, 3, 9]
+
+
+def test_bug_C1_both_storages_of_one_head_are_the_same_head():
+    """3.5 stores experts one by one, 3.6 fused; read either way, the tensors are equal."""
+    fused = random_head(TEXT_CONFIG, 2, "bf16-fused")
+    split = {name: tensor.clone() for name, tensor in split_experts(fused).items()}
+    assert fused.keys() != split.keys()
+    again = fuse_experts(split)
+    assert all(torch.equal(again[name], fused[name]) for name in fused)
+    split["mtp.layers.1.mlp.experts.2.up_proj.weight"] += 1  # negative control
+    changed = fuse_experts(split)
+    assert [n for n in fused if not torch.equal(changed[n], fused[n])] == [
+        "mtp.layers.1.mlp.experts.gate_up_proj"
+    ]
