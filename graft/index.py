@@ -248,8 +248,13 @@ def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     weight_map, metadata = index.get("weight_map"), index.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"a weight_map in {path}", "none", "restore that file")
+    checked: set[str] = set()  # few files hold many tensors
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not _stays_inside(shard) or not _is_plain(name):
+        if (
+            not isinstance(shard, str)
+            or not _is_plain(name)
+            or not (shard in checked or _stays_inside(shard))
+        ):
             raise UserError(
                 f"printable tensor names and plain file names in {path}",
                 f"{_shown(shard)} for tensor {_shown(name)}",
@@ -259,6 +264,7 @@ def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
             raise UserError(
                 f"safetensors shards in {path}", f"{shard}", "convert the weights to safetensors"
             )
+        checked.add(shard)
     return weight_map, metadata if isinstance(metadata, dict) else {}
 
 

@@ -209,7 +209,7 @@ class Checkpoint(TensorStore):
         lacking = [
             f"{name} ({shard})"
             for name, shard in (self.weight_map or {}).items()
-            if name not in self.shards.get(Path(shard).name, {})
+            if name not in self.shards[shard]
         ]
         if lacking:
             raise UserError(

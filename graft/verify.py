@@ -99,7 +99,7 @@ def verify_graft(out: Path, base: Path | None = None) -> VerifyReport:
         ("config agrees with the head", lambda: _count_problems(grafted, num_layers)),
         ("head is complete", lambda: _shape_problems(grafted, num_layers)),
         ("head is finite, scales positive", lambda: value_problems(grafted)),
-        ("quantization config matches the tensors", lambda: _precision_problems(grafted)),
+        ("quantization config matches the tensors", lambda: precision_problems(grafted)),
         ("base tensors are byte-identical", lambda: _base_problems(grafted, reference)),
     ]
     checks = [Check(name="files are sound", status="pass")]
@@ -170,7 +170,7 @@ def _shape_problems(grafted: Checkpoint, num_layers: int) -> list[str] | str:
     return shape_problems(grafted, grafted.text_config, max(num_layers, 1), form)
 
 
-def _precision_problems(grafted: Checkpoint) -> list[str] | str:
+def precision_problems(grafted: Checkpoint) -> list[str] | str:
     block, file = quantization_blocks(grafted)
     quantized_head = head_form(grafted.head_names) == "nvfp4-modelopt"
     if not block and not file:

@@ -15,6 +15,7 @@ from mtp import __version__
 from mtp.cli.checkpoint import graft_command, probe_command, verify_command
 from mtp.cli.data import data_app
 from mtp.cli.head import eval_command, quantize_command, train_command
+from mtp.cli.inspect import inspect_command
 from mtp.cli.nano import nano_app
 from mtp.cli.release import release_app
 
@@ -32,6 +33,7 @@ app.command("eval")(eval_command)
 app.command("quantize")(quantize_command)
 app.command("graft")(graft_command)
 app.command("verify")(verify_command)
+app.command("inspect")(inspect_command)
 app.command("probe")(probe_command)
 app.add_typer(release_app, name="release")
 app.add_typer(nano_app, name="nano")

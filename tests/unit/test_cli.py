@@ -13,8 +13,8 @@ from mtp.cli import app
 
 COMMANDS = [
     (), ("data",), ("data", "prepare"), ("nano",), ("nano", "traces"), ("nano", "code"),
-    ("nano", "base"), ("train",), ("eval",), ("quantize",), ("graft",), ("verify",), ("probe",),
-    ("release",), ("release", "build"),
+    ("nano", "base"), ("train",), ("eval",), ("quantize",), ("graft",), ("verify",), ("inspect",),
+    ("probe",), ("release",), ("release", "build"),
 ]  # fmt: skip
 
 
@@ -66,6 +66,7 @@ def test_wrong_usage_is_2():
         ("quantize", "--dequantize"),
         ("graft", "--base", "nowhere", "--out", "out"),
         ("verify", "nowhere"),
+        ("inspect", "nowhere"),
         ("data", "prepare", "--base", "nowhere", "--source", "nothing", "--out", "out"),
         ("nano", "base", "--traces", "nothing", "--code", "nowhere", "--out", "out"),
     ],
