@@ -6,14 +6,22 @@ missing experts or scales loads silently and drafts garbage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from graft.formats import Form, head_tensors
+from graft.formats import NVFP4_SCALES, Form, head_tensors
 from graft.reader import HEAD_PREFIX, TensorStore
 from graft.values import FLOAT_DTYPES, float_values
+
+MAX_WEIGHT = 2688.0
+"""No trained weight is this large; a forgotten reciprocal makes the largest one far larger."""
+# The largest weight that a tensor scale allows: code 6, block scale 448.
+LARGEST: dict[str, Callable[[float], float]] = {
+    "weight_scale_2": lambda scale: 6 * 448 * scale,
+    "weight_global_scale": lambda scale: 6 * 448 / scale,
+}
 
 
 def shape_problems(
@@ -24,6 +32,8 @@ def shape_problems(
     present = [name for name in store.names if name.startswith(HEAD_PREFIX)]
     problems = [f"{name} is missing" for name in wanted.keys() - set(present)]
     for name in present:
+        if store.info(name).dtype == "U8" and len(store.info(name).shape) > 2:
+            problems.append(f"{name} packs all experts in one tensor: vLLM finds no scales for it")
         if name not in wanted:
             problems.append(f"{name} does not belong to a {num_layers}-layer {form} head")
             continue
@@ -35,23 +45,36 @@ def shape_problems(
 
 
 def value_problems(store: TensorStore) -> list[str]:
-    """Head tensors that are not finite, scales that are not positive, gate and up that differ."""
+    """Head tensors that no trained head holds, or that vLLM would load and misread.
+
+    Not finite; scales that are not positive; gate and up with different tensor scales; a tensor
+    scale stored as its own reciprocal; norms that are not stored around zero.
+    """
     problems = []
+    means: dict[str, float] = {}
     for name in sorted(name for name in store.names if name.startswith(HEAD_PREFIX)):
-        dtype = store.info(name).dtype
+        dtype, part = store.info(name).dtype, name.rpartition(".")[2]
         if dtype not in FLOAT_DTYPES:
             continue
-        positive = name.rpartition(".")[2] in ("weight_scale", "weight_scale_2", "input_scale")
         for chunk in store.chunks(name):
             values = float_values(chunk, dtype)
             if not np.isfinite(values).all():
                 problems.append(f"{name} has values that are not finite")
                 break
-            if positive and not (values > 0).all():
+            if part in NVFP4_SCALES and not (values > 0).all():
                 problems.append(f"{name} has a scale that is not above zero")
                 break
-        if name.endswith(".gate_proj.weight_scale_2"):
+            if part in LARGEST and LARGEST[part](values[0]) > MAX_WEIGHT:
+                problems.append(f"{name} is {values[0]:.3g}: the reciprocal of what is meant")
+            if name.endswith("input_layernorm.weight"):
+                means[name] = float(values.mean())
+        if name.endswith((".gate_proj.weight_scale_2", ".gate_proj.weight_global_scale")):
             partner = name.replace(".gate_proj.", ".up_proj.")
             if partner in store and store.digest(name) != store.digest(partner):
                 problems.append(f"{name} differs from {partner}: vLLM uses one for both")
+    if means and all(abs(mean - 1) < 0.25 for mean in means.values()):
+        problems.append(
+            f"{', '.join(means)} have means near 1: these norms are stored without the 1 that the "
+            f"model adds, so subtract 1 from all norms of the head"
+        )
     return problems

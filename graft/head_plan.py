@@ -7,16 +7,21 @@ be stated at all. What can't be stated is refused here.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from graft.config_patch import nvfp4_blocks, with_ignore, with_layer_count
-from graft.errors import UserError
-from graft.formats import Form, describe_quantization, quantization_blocks
-from graft.ignore import derive_ignore, is_multimodal, linear_modules
+from graft.config_patch import nvfp4_blocks, with_expert_algos, with_ignore, with_layer_count
+from graft.convert import PlannedTensor, convert_head
+from graft.formats import Form
+from graft.ignore import derive_ignore
 from graft.index import TensorInfo
 from graft.manifest import HeadFolder
+from graft.modules import is_multimodal, linear_modules
 from graft.reader import Checkpoint
+from graft.schemes import Statement, identify, read_statement
+
+EXPERT_ALGOS: dict[Form, str] = {"nvfp4-modelopt": "NVFP4", "nvfp4-modelopt-w4a16": "W4A16_NVFP4"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +29,7 @@ class PlannedHead:
     """The head as it will lie in the grafted checkpoint, and both configs around it."""
 
     form: Form
-    tensors: tuple[TensorInfo, ...]
+    tensors: tuple[PlannedTensor, ...]
     config: dict[str, Any]
     quant_file: dict[str, Any] | None
 
@@ -47,29 +52,51 @@ def plan_head(
         UserError: when the base's quantization can't express this head.
     """
     config = with_layer_count(config, folder.num_layers)
-    block, file = quantization_blocks(checkpoint)
-    tensors = tuple(folder.infos())
-    if not block and not file and folder.form != "nvfp4-modelopt":
-        return PlannedHead(form=folder.form, tensors=tensors, config=config, quant_file=None)
-    stated = describe_quantization(checkpoint)
-    if stated and (stated["method"], stated["algo"]) != ("modelopt", "NVFP4"):
-        raise UserError(
-            "an unquantized or modelopt NVFP4 base",
-            f"{stated['method']} {stated['algo']} in {checkpoint.folder}",
-            "use the BF16 base: this version cannot state a head's precision in that format",
-        )
     multimodal = is_multimodal(config)
-    modules = linear_modules([*trunk, *tensors], multimodal)
-    existing = (block or {}).get("ignore") or (
-        (file or {}).get("quantization", {}).get("exclude_modules", [])
-    )
-    ignore = derive_ignore(modules, existing, multimodal)
-    if stated:
-        new_block, new_file = with_ignore(block, file, ignore)
-    else:
+    trunk = list(trunk)
+    statement = read_statement(checkpoint)
+    trunk_modules = linear_modules(trunk, multimodal)
+    scheme = identify(statement, trunk_modules, str(checkpoint.folder))
+    form = folder.form
+    if form.startswith("nvfp4"):
+        form = scheme.nvfp4_form(statement, trunk_modules, form)
+    tensors = convert_head(folder.infos(), folder.form, form)
+    if scheme.name == "none" and not form.startswith("nvfp4"):
+        return PlannedHead(form=form, tensors=tensors, config=config, quant_file=None)
+    statement = _with_head_stated(statement, form, folder.num_layers)
+    modules = linear_modules([*trunk, *map(_as_info, tensors)], multimodal)
+    ignore = derive_ignore(modules, scheme.rules(statement, multimodal))
+    if scheme.name == "none":
         producer = (folder.metadata["quantization"] or {}).get("producer", {"name": "modelopt"})
-        new_block, new_file = nvfp4_blocks(ignore, producer)
-    if new_block:
-        place = config if "quantization_config" in config or not block else None
-        (config["text_config"] if place is None else place)["quantization_config"] = new_block
-    return PlannedHead(form=folder.form, tensors=tensors, config=config, quant_file=new_file)
+        blocks = nvfp4_blocks(EXPERT_ALGOS[form], ignore, producer)
+    else:
+        blocks = with_ignore(statement.block, statement.file, ignore)
+    block, file = blocks
+    if block:
+        nested = "quantization_config" not in config and statement.block is not None
+        (config["text_config"] if nested else config)["quantization_config"] = block
+    return PlannedHead(form=form, tensors=tensors, config=config, quant_file=file)
+
+
+def _with_head_stated(statement: Statement, form: Form, num_layers: int) -> Statement:
+    """A mixture names the algorithm of each layer: those of the head replace the old head's."""
+    if statement.name != "modelopt MIXED_PRECISION":
+        return statement
+    algo = EXPERT_ALGOS.get(form)
+    block = statement.block and with_expert_algos(statement.block, num_layers, algo)
+    file = statement.file
+    if file:
+        inner = with_expert_algos(file.get("quantization", {}), num_layers, algo)
+        file = {**file, "quantization": inner}
+    read = with_expert_algos(statement.read, num_layers, algo)
+    return replace(statement, block=block, file=file, read=read)
+
+
+def _as_info(tensor: PlannedTensor) -> TensorInfo:
+    """A planned tensor as a header would describe it; where it lies does not matter here."""
+    if isinstance(tensor, TensorInfo):
+        return tensor
+    return TensorInfo(
+        name=tensor.name, dtype=tensor.dtype, shape=tensor.shape,
+        shard=Path(), offset=0, nbytes=tensor.nbytes,
+    )  # fmt: skip

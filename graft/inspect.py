@@ -22,7 +22,6 @@ from typing import Any, Literal
 from graft.errors import UserError
 from graft.formats import describe_quantization, head_form
 from graft.head_check import shape_problems
-from graft.ignore import is_multimodal
 from graft.index import index_of
 from graft.layout import (
     TRUNK_PREFIXES,
@@ -33,9 +32,10 @@ from graft.layout import (
     is_moe,
 )
 from graft.manifest import MANIFEST_NAME
+from graft.modules import is_multimodal
 from graft.reader import HEAD_PREFIX, Checkpoint
+from graft.schemes import precision_problems
 from graft.values import FLOAT_DTYPES, float_values
-from graft.verify import precision_problems
 
 SCHEMA_VERSION = 1
 NUM_SHOWN = 10

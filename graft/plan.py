@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from graft.config_patch import differences
+from graft.convert import PlannedTensor
 from graft.errors import UserError
 from graft.formats import Form, head_form, quantization_blocks
 from graft.head_check import shape_problems, value_problems
@@ -38,7 +39,7 @@ class ShardPlan:
     """One shard to write: `tensors` say where each tensor's bytes come from."""
 
     name: str
-    tensors: tuple[TensorInfo, ...]
+    tensors: tuple[PlannedTensor, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,9 +184,9 @@ def _plan_shards(checkpoint: Checkpoint) -> tuple[tuple[str, ...], tuple[ShardPl
 
 
 def _head_shards(
-    tensors: Iterable[TensorInfo], taken: list[str], limit: int
+    tensors: Iterable[PlannedTensor], taken: list[str], limit: int
 ) -> tuple[ShardPlan, ...]:
-    groups: list[list[TensorInfo]] = [[]]
+    groups: list[list[PlannedTensor]] = [[]]
     size = 0
     for info in tensors:
         if groups[-1] and size + info.nbytes > limit:

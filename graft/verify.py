@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from graft.errors import UserError
-from graft.formats import head_form, quantization_blocks
+from graft.formats import head_form
 from graft.head_check import shape_problems, value_problems
-from graft.ignore import is_multimodal, linear_modules, wrong_modules
 from graft.index import INDEX_NAME, index_of
 from graft.layout import base_tensor_names, count_head_layers, count_key, declared_layers
 from graft.manifest import MANIFEST_NAME, SCHEMA_VERSION, file_digests, read_manifest
 from graft.reader import HEAD_PREFIX, Checkpoint
+from graft.schemes import precision_problems
 
 Status = Literal["pass", "fail", "skip"]
 NO_HEAD = "no head, and none declared: a base"
@@ -168,24 +168,6 @@ def _shape_problems(grafted: Checkpoint, num_layers: int) -> list[str] | str:
         return NO_HEAD
     form = head_form(grafted.head_names)
     return shape_problems(grafted, grafted.text_config, max(num_layers, 1), form)
-
-
-def precision_problems(grafted: Checkpoint) -> list[str] | str:
-    block, file = quantization_blocks(grafted)
-    quantized_head = head_form(grafted.head_names) == "nvfp4-modelopt"
-    if not block and not file:
-        return ["the head's experts are NVFP4, config.json says nothing"] if quantized_head else []
-    if block and block.get("quant_method") != "modelopt":
-        return f"exclusion rules of {block.get('quant_method')} are not checked by this version"
-    listed = (block or {}).get("ignore")
-    excluded = (file or {}).get("quantization", {}).get("exclude_modules")
-    problems = []
-    if block and file and listed != excluded:
-        problems.append("config.json and hf_quant_config.json exclude different modules")
-    multimodal = is_multimodal(grafted.config)
-    modules = linear_modules(grafted.infos(), multimodal)
-    entries = listed if listed is not None else excluded or []
-    return problems + wrong_modules(modules, entries, multimodal)
 
 
 def _base_problems(grafted: Checkpoint, base: Checkpoint | None) -> list[str] | str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from graft.convert import PlannedTensor
 from graft.errors import UserError
 from graft.index import INDEX_NAME, TensorInfo, index_of, write_json
 from graft.manifest import MANIFEST_NAME
@@ -96,8 +97,8 @@ def write_graft(
     return GraftResult(out=Path(out), plan=plan, manifest=manifest)
 
 
-def write_shard(path: Path, tensors: Iterable[TensorInfo]) -> None:
-    """Write one safetensors file from byte ranges of others, in the given order."""
+def write_shard(path: Path, tensors: Iterable[PlannedTensor]) -> None:
+    """Write one safetensors file, in the given order: byte ranges of others, or made on the way."""
     tensors = list(tensors)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
@@ -114,9 +115,12 @@ def write_shard(path: Path, tensors: Iterable[TensorInfo]) -> None:
     with path.open("xb") as target:
         target.write(len(raw).to_bytes(8, "little") + raw)
         for info in tensors:
-            with info.shard.open("rb") as source:
-                source.seek(info.offset)
-                _copy(source.read, target.write, info)
+            if isinstance(info, TensorInfo):
+                with info.shard.open("rb") as source:
+                    source.seek(info.offset)
+                    _copy(source.read, target.write, info)
+            else:
+                target.writelines(info.chunks())
 
 
 def _copy(read: Callable[[int], bytes], write: Callable[[bytes], int], info: TensorInfo) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tiny_quantized import QUANTIZED, quantize_trunk
 
 from graft.formats import Form, head_tensors
 from graft.layout import head_tensor_shapes, split_experts
@@ -90,9 +91,13 @@ def write_base(
     num_shards: int = 3,
     shard_name: str | None = None,
     index: bool = True,
+    quantized: str | None = None,
     seed: int = 0,
 ) -> Path:
-    """Write a tiny base of one layout and return its folder; `text` overrides text config keys."""
+    """Write a tiny base of one layout and return its folder.
+
+    `text` overrides text config keys, `quantized` is a row of `QUANTIZED`.
+    """
     folder.mkdir(parents=True)
     is_next = family == "next"
     if is_next:
@@ -111,10 +116,16 @@ def write_base(
             "model_type": text["model_type"].removesuffix("_text"),
             "tie_word_embeddings": tied, "text_config": text, "vision_config": {"depth": 1},
         }  # fmt: skip
+    trunk = trunk_tensors(text, prefix, experts=experts, vision=nested, seed=seed)
+    if quantized is not None:
+        trunk, block, file = quantize_trunk(trunk, QUANTIZED[quantized])
+        if block is not None:
+            config["quantization_config"] = block
+        if file is not None:
+            (folder / "hf_quant_config.json").write_text(json.dumps(file, indent=2) + "\n")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
     (folder / "README.md").write_text("# a tiny base\n")
-    trunk = trunk_tensors(text, prefix, experts=experts, vision=nested, seed=seed)
     head = random_head(text, head_layers, head_form, seed=seed + 1) if head_layers else {}
     groups = [dict(list(trunk.items())[i::num_shards]) for i in range(num_shards)]
     if head and head_place == "mixed":
@@ -202,8 +213,11 @@ def random_head(
             tensors[name] = torch.rand(shape, generator=generator) * 0.01 + 1e-3
         else:
             tensors[name] = torch.randn(shape, generator=generator).to(torch.bfloat16)
+    for name, tensor in tensors.items():
+        if name.endswith("global_scale"):
+            tensors[name] = 1 / tensor
     for name in tensors:
-        if name.endswith("up_proj.weight_scale_2"):
+        if name.endswith(("up_proj.weight_scale_2", "up_proj.weight_global_scale")):
             tensors[name] = tensors[name.replace("up_proj", "gate_proj")].clone()
     return tensors
 

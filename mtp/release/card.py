@@ -14,7 +14,11 @@ HEAD_FORMS = {
     "bf16-fused": "BF16",
     "bf16-per-expert": "BF16",
     "nvfp4-modelopt": "NVFP4 routed experts (nvidia-modelopt), all else BF16",
-}
+    "nvfp4-modelopt-w4a16": "NVFP4 routed experts (W4A16, modelopt's names), all else BF16",
+    "nvfp4-compressed-tensors": "NVFP4 routed experts (compressed-tensors), all else BF16",
+    "nvfp4-compressed-tensors-w4a16":
+        "NVFP4 routed experts (W4A16, compressed-tensors), all else BF16",
+}  # fmt: skip
 
 
 def serve_command(name: str, num_layers: int) -> str:

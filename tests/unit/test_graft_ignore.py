@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,17 +11,26 @@ from tiny import BASES, write_base
 
 from graft.errors import UserError
 from graft.formats import head_tensors
-from graft.ignore import (
-    DRAFT_FUSED,
-    TARGET_FUSED,
-    derive_ignore,
-    is_excluded,
-    linear_modules,
-    map_entries,
-    wrong_modules,
-)
+from graft.ignore import derive_ignore, wrong_modules
 from graft.index import TensorInfo
+from graft.matching import (
+    ModeloptRules,
+    is_excluded,
+    map_entries,
+)
+from graft.modules import DRAFT_FUSED, NVFP4, TARGET_FUSED, UNQUANTIZED, linear_modules
 from graft.reader import Checkpoint
+
+
+def modelopt(entries, multimodal):
+    return ModeloptRules(
+        entries=tuple(entries), multimodal=multimodal, quantized=frozenset({NVFP4})
+    )
+
+
+def restored(modules, is_quantized):
+    """The same modules, quantized where the function says so."""
+    return [replace(m, stored=NVFP4 if is_quantized(m) else UNQUANTIZED) for m in modules]
 
 
 def infos(specification):
@@ -77,32 +88,32 @@ def test_entries_are_mapped_for_the_target_model():
 @pytest.mark.parametrize("name", [n for n in BASES if "dense" not in n])
 def test_bug_B1_nvfp4_head_on_a_bf16_base_few_entries_all_right(tmp_path, name):
     modules, multimodal = modules_of(tmp_path, "nvfp4-modelopt", **BASES[name])
-    entries = derive_ignore(modules, [], multimodal)
-    assert wrong_modules(modules, entries, multimodal) == []
-    assert len(entries) <= 7 and "mtp.fc" in entries and "lm_head" in entries
+    entries = derive_ignore(modules, modelopt([], multimodal))
+    assert wrong_modules(modules, modelopt(entries, multimodal)) == []
+    assert len(entries) <= 8 and "mtp.fc" in entries and "lm_head" in entries
     assert sum(m.quantized for m in modules) == 4  # the experts of four layers, nothing else
     # Negative control: every entry is needed, and the check sees it missing.
     for entry in set(entries) - {"lm_head"}:
-        assert wrong_modules(modules, [e for e in entries if e != entry], multimodal), entry
+        assert wrong_modules(modules, modelopt([e for e in entries if e != entry], multimodal)), (
+            entry
+        )
 
 
 def test_harmful_entries_of_the_base_are_dropped_and_others_kept(tmp_path):
     modules, multimodal = modules_of(tmp_path, "nvfp4-modelopt")
     harmful = ["mtp", "mtp*", "mtp.*", "mtp.layers.0*", "mtp.layers.1.mlp.experts.0.up_proj"]
-    entries = derive_ignore(modules, [*harmful, "model.visual*", "unknown.thing"], multimodal)
+    entries = derive_ignore(
+        modules, modelopt([*harmful, "model.visual*", "unknown.thing"], multimodal)
+    )
     assert not set(harmful) & set(entries)
     assert {"model.visual*", "unknown.thing"} <= set(entries)
 
 
 def test_bug_B2_bf16_head_on_a_quantized_base_is_excluded_with_its_experts(tmp_path):
     modules, multimodal = modules_of(tmp_path, "bf16-fused")
-    modules = [
-        type(m)(prefix=m.prefix, members=m.members, is_head=m.is_head,
-                quantized=not m.is_head and m.prefix.endswith("experts"))
-        for m in modules
-    ]  # fmt: skip
-    entries = derive_ignore(modules, ["lm_head"], multimodal)
-    assert wrong_modules(modules, entries, multimodal) == []
+    modules = restored(modules, lambda m: not m.is_head and m.is_experts)
+    entries = derive_ignore(modules, modelopt(["lm_head"], multimodal))
+    assert wrong_modules(modules, modelopt(entries, multimodal)) == []
     assert "mtp*" in entries
 
 
@@ -110,18 +121,14 @@ def test_bug_B2_bf16_head_on_a_quantized_base_is_excluded_with_its_experts(tmp_p
 @given(st.data())
 def test_any_mix_of_precisions_gets_a_right_list_or_a_refusal(tmp_path_factory, data):
     modules, multimodal = modules_of(tmp_path_factory.mktemp("m"), "bf16-fused")
-    modules = [
-        type(m)(prefix=m.prefix, members=m.members, is_head=m.is_head,
-                quantized=data.draw(st.booleans()))
-        for m in modules
-    ]  # fmt: skip
+    modules = restored(modules, lambda m: data.draw(st.booleans()))
     known = ["mtp*", "*layers.3.*", "lm_head", "model.language_model.layers.0*", ".mlp.gate"]
     existing = data.draw(st.lists(st.sampled_from(known)))
     try:
-        entries = derive_ignore(modules, existing, multimodal)
+        entries = derive_ignore(modules, modelopt(existing, multimodal))
     except UserError:
         return
-    assert wrong_modules(modules, entries, multimodal) == []
+    assert wrong_modules(modules, modelopt(entries, multimodal)) == []
 
 
 def test_a_fused_module_of_mixed_precision_is_refused(tmp_path):
