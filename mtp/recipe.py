@@ -7,6 +7,7 @@ recipes that were run, with what they gave and on which hardware.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import tomllib
 import typing
 from dataclasses import dataclass, field
@@ -41,19 +42,70 @@ class BaseRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadRecipe:
-    """num_layers: K; warm_start: auto, native, last or random (see `mtp.head.head_from_base`)."""
+    """num_layers: K; warm_start: auto, native, last or random (see `mtp.head.head_from_base`);
+    train_router: whether the head's MoE routers learn, or stay as the warm start left them."""
 
     num_layers: int = 4
     warm_start: str = "auto"
+    train_router: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossRecipe:
-    """kl, ce: weights of the terms; position_decay: step k weighs decay**k, normalised to 1."""
+class LossTerms:
+    """Weights of the terms, defined in `mtp.losses.terms`."""
+
+    ce: float = 0.0
+    kl: float = 0.0
+    tv: float = 0.0
+    lk: float = 0.0
+    e2e_tv: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not any((self.ce, self.kl, self.tv, self.lk, self.e2e_tv)):
+            raise UserError(
+                "a loss with a term above 0 (ce, kl, tv, lk, e2e_tv)", "none", "correct the recipe"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossStage(LossTerms):
+    """Terms that hold up to a fraction of training; those it does not name are 0."""
+
+    until: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossRecipe(LossTerms):
+    """What is minimised.
+
+    temperature: of base and head in every term; that of serving.
+    lk_eta: how fast LK turns from KL to TV.
+    position_decay: step k weighs decay**k, normalised to 1.
+    position_weights: one a step, as they stand, instead of position_decay.
+    category_weights: of the rows of a category; 1 for those not named.
+    schedule: stages ([[loss.schedule]]) that replace the terms above, `until` rising to 1.
+    """
 
     kl: float = 1.0
     ce: float = 0.1
+    temperature: float = 1.0
+    lk_eta: float = 3.0
     position_decay: float = 0.9
+    position_weights: tuple[float, ...] = ()
+    category_weights: dict[str, float] = field(default_factory=dict)
+    schedule: tuple[LossStage, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ends = [stage.until for stage in self.schedule]
+        if ends and (ends != sorted(set(ends)) or ends[-1] != 1):
+            raise UserError(
+                "stages of [[loss.schedule]] with `until` rising, the last 1.0",
+                ", ".join(map(str, ends)),
+                "correct the recipe",
+            )
+        if self.position_weights and not any(self.position_weights):
+            raise UserError("a position weight above 0", "none", "correct the recipe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +155,8 @@ class Recipe:
 ABOVE_ZERO = {
     "num_layers", "num_hidden_layers", "hidden_size", "tokens_per_batch", "learning_rate",
     "position_decay", "max_gradient_norm", "num_prompts", "max_prompt_tokens", "num_tokens",
-    "rows_per_step", "row_length", "full_attention_interval", "calibration_tokens",
+    "rows_per_step", "row_length", "full_attention_interval", "calibration_tokens", "temperature",
+    "until",
 }  # fmt: skip
 
 
@@ -128,32 +181,55 @@ def load_recipe(path: Path | None) -> Recipe:
 
 
 def _build(cls: type, values: dict[str, Any], where: str) -> Any:
+    """A dataclass from a TOML table."""
     types = typing.get_type_hints(cls)
-    unknown = sorted(set(values) - set(types))
-    if unknown:
+    for name in values:
+        if name not in types:
+            raise UserError(
+                _nearest(name, list(types), "key"), f"{name} in {where}", "correct the recipe"
+            )
+    return cls(**{name: _value(types[name], value, name, where) for name, value in values.items()})
+
+
+def _nearest(name: str, known: list[str], kind: str) -> str:
+    """What was expected: the known name that is most like `name`, or all of them."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"{kind} {close[0]}" if close else f"a {kind} of {', '.join(known)}"
+
+
+def _value(wanted: Any, value: Any, name: str, where: str) -> Any:
+    """`value` as the type `wanted` that a field of a recipe has."""
+    origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
+    if dataclasses.is_dataclass(wanted):
+        if not isinstance(value, dict):
+            raise UserError(f"a table [{name}]", f"{value!r} in {where}", "correct the recipe")
+        return _build(typing.cast(type, wanted), value, f"{where} [{name}]")
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise UserError(f"{name} as a list", f"{value!r} in {where}", "correct the recipe")
+        return tuple(_value(inner[0], item, name, where) for item in value)
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise UserError(f"a table [{name}]", f"{value!r} in {where}", "correct the recipe")
+        return {
+            key: _value(inner[1], item, key, f"{where} [{name}]") for key, item in value.items()
+        }
+    if origin is typing.Literal:
+        if value not in inner:
+            expected = _nearest(str(value), list(inner), name)
+            raise UserError(expected, f"{value!r} in {where}", "correct the recipe")
+        return value
+    if wanted is float and type(value) is int:
+        value = float(value)
+    if type(value) is not wanted:
         raise UserError(
-            f"keys {', '.join(types)}", f"{', '.join(unknown)} in {where}", "correct the recipe"
+            f"{name} of type {wanted.__name__}", f"{value!r} in {where}", "correct the recipe"
         )
-    arguments = {}
-    for name, value in values.items():
-        wanted = types[name]
-        if dataclasses.is_dataclass(wanted):
-            if not isinstance(value, dict):
-                raise UserError(f"a table [{name}]", f"{value!r} in {where}", "correct the recipe")
-            arguments[name] = _build(typing.cast(type, wanted), value, f"{where} [{name}]")
-            continue
-        if wanted is float and type(value) is int:
-            value = float(value)
-        if type(value) is not wanted:
-            raise UserError(
-                f"{name} of type {wanted.__name__}", f"{value!r} in {where}", "correct the recipe"
-            )
-        low = isinstance(value, int | float) and (value < 0 or (not value and name in ABOVE_ZERO))
-        if low or value != value:
-            raise UserError(
-                f"{name} {'above 0' if name in ABOVE_ZERO else 'of 0 or more'}",
-                f"{value!r} in {where}",
-                "correct the recipe",
-            )
-        arguments[name] = value
-    return cls(**arguments)
+    low = isinstance(value, int | float) and (value < 0 or (not value and name in ABOVE_ZERO))
+    if low or value != value:
+        raise UserError(
+            f"{name} {'above 0' if name in ABOVE_ZERO else 'of 0 or more'}",
+            f"{value!r} in {where}",
+            "correct the recipe",
+        )
+    return value

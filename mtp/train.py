@@ -25,9 +25,9 @@ from mtp.data.batches import token_budget_batches
 from mtp.data.prompts import evaluation_prompts
 from mtp.data.store import load_prepared, read_manifest, require_tokenizer_of
 from mtp.head import MTPHead, head_from_base, save_head
-from mtp.losses import Objective, align, chunked_loss
+from mtp.losses import align, category_weights, chunked_loss, objective_at, position_weights
 from mtp.progress import track
-from mtp.recipe import LossRecipe, Recipe, TrainRecipe
+from mtp.recipe import Recipe, TrainRecipe
 from mtp.teacher import Teacher
 
 
@@ -108,7 +108,6 @@ def train(
 def optimize(head: MTPHead, teacher: Teacher, rows: Any, recipe: Recipe) -> list[dict[str, Any]]:
     """The loop. Updates `head` in place; returns one record an optimizer step."""
     settings = recipe.train
-    objective = Objective(kl=recipe.loss.kl, ce=recipe.loss.ce)
     weights = position_weights(recipe.loss, head.num_layers).to(teacher.device)
     optimizer = torch.optim.AdamW(
         head.parameters(),
@@ -130,9 +129,13 @@ def optimize(head: MTPHead, teacher: Teacher, rows: Any, recipe: Recipe) -> list
             outputs = head.chain(hidden.float(), embeddings.float())
         outputs = [output.to(hidden.dtype) for output in outputs]
         mask = batch.loss_mask.to(teacher.device)
-        aligned = align(outputs, hidden, input_ids, mask, head.num_layers)
-        losses = chunked_loss(aligned, teacher.lm_head, objective, weights)
-        losses.sum().backward()
+        row_weights = category_weights(recipe.loss.category_weights, batch.categories)
+        aligned = align(
+            outputs, hidden, input_ids, mask, head.num_layers, row_weights.to(teacher.device)
+        )
+        objective = objective_at(recipe.loss, step / settings.steps)
+        result = chunked_loss(aligned, teacher.lm_head, objective, weights)
+        result.loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(head.parameters(), settings.max_gradient_norm)
         optimizer.step()
         scheduler.step()
@@ -142,18 +145,13 @@ def optimize(head: MTPHead, teacher: Teacher, rows: Any, recipe: Recipe) -> list
         history.append(
             {
                 "step": step,
-                "loss_per_position": (losses.detach() / weights).tolist(),
+                "loss_per_position": result.per_position.tolist(),
+                "agreement_per_position": result.agreement.tolist(),
                 "gradient_norm": float(norm),
                 "tokens": num_tokens,
             }
         )
     return history
-
-
-def position_weights(recipe: LossRecipe, num_steps: int) -> torch.Tensor:
-    """decay**k, normalised to sum 1 (the form of FastMTP, arXiv 2509.18362): [K]."""
-    weights = torch.tensor([recipe.position_decay**k for k in range(num_steps)])
-    return weights / weights.sum()
 
 
 def learning_rate_factor(settings: TrainRecipe, step: int) -> float:

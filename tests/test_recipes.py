@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from graft.errors import UserError
-from mtp.recipe import Recipe, load_recipe
+from mtp.recipe import LossStage, Recipe, load_recipe
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").rglob("*.toml"))
 
@@ -31,6 +31,22 @@ def test_recipe_loads(path):
         ("[train]\nsteps = -1\n", "steps of 0 or more"),
         ("[loss]\nposition_decay = nan\n", "position_decay"),
         ("[train\n", "TOML"),
+        ("[loss]\nposition_wieghts = [1]\n", "key position_weights"),
+        ("[lost]\nkl = 1\n", "key loss"),
+        ("[train]\nzzz = 1\n", "a key of steps, "),
+        ("[loss]\nposition_weights = 1.0\n", "as a list"),
+        ("[loss]\nposition_weights = ['a']\n", "position_weights of type float"),
+        ("[loss]\nposition_weights = [0, 0]\n", "a position weight above 0"),
+        ("[loss]\ncategory_weights = 3\n", r"a table \[category_weights\]"),
+        ("[loss.category_weights]\ncode = 'much'\n", "code of type float"),
+        ("[loss]\nkl = 0\nce = 0\n", "a term above 0"),
+        ("[[loss.schedule]]\nkl = 1\nuntil = 0.5\n", "until"),
+        ("[[loss.schedule]]\nuntil = 1\n", "a term above 0"),
+        (
+            "[[loss.schedule]]\nkl = 1\nuntil = 0.5\n[[loss.schedule]]\nlk = 1\nuntil = 0.5\n",
+            "rising",
+        ),
+        ("[[loss.schedule]]\ne2etv = 1\n", "key e2e_tv"),
     ],
 )
 def test_wrong_recipe_is_refused_by_name(tmp_path, text, named):
@@ -49,3 +65,15 @@ def test_whole_numbers_are_welcome_as_floats(tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text("[loss]\nkl = 2\n")
     assert load_recipe(path).loss.kl == 2.0
+
+
+def test_nested_tables_and_lists_are_read(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text(
+        "[loss]\nposition_weights = [1, 0.5]\n[loss.category_weights]\ncode = 2\n"
+        "[[loss.schedule]]\nkl = 1\nuntil = 0.25\n[[loss.schedule]]\ne2e_tv = 1\n"
+    )
+    loss = load_recipe(path).loss
+    assert loss.position_weights == (1.0, 0.5)
+    assert loss.category_weights == {"code": 2.0}
+    assert loss.schedule == (LossStage(kl=1.0, until=0.25), LossStage(e2e_tv=1.0, until=1.0))

@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 
+from mtp.losses import position_weights
 from mtp.recipe import LossRecipe, TrainRecipe
-from mtp.train import learning_rate_factor, position_weights
+from mtp.train import learning_rate_factor
 
 
 def test_learning_rate_warms_up_and_falls_to_its_floor():
