@@ -253,7 +253,7 @@ def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
         if (
             not isinstance(shard, str)
             or not _is_plain(name)
-            or not (shard in checked or _stays_inside(shard))
+            or not (shard in checked or is_file_name(shard))
         ):
             raise UserError(
                 f"printable tensor names and plain file names in {path}",
@@ -268,10 +268,11 @@ def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     return weight_map, metadata if isinstance(metadata, dict) else {}
 
 
-def _stays_inside(name: str) -> bool:
+def is_file_name(name: str) -> bool:
+    """Whether this names a file of a folder: no path, nothing that a terminal would obey."""
     return (
         name == PurePosixPath(name).name
-        and name not in ("", "..")
+        and name not in ("", ".", "..")
         and "\\" not in name
         and _is_plain(name)
         and len(name.encode()) <= MAX_NAME_BYTES

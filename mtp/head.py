@@ -239,10 +239,12 @@ def head_from_base(base: Checkpoint, num_layers: int, warm_start: str = "auto") 
         num_layers: K.
         warm_start: "native" copies the base's own MTP layer 0 to all K; "last" copies the last
             full-attention layer, with `fc` passing embedding and hidden state on in equal
-            parts; "random"; "auto" is "native" where there is one, else "last".
+            parts; "random"; "auto" is "native" where there is one, else "last". Anything else is
+            a head folder (`mtp head extract`), whose last layer also starts those it lacks.
 
     Raises:
-        UserError: "native" was asked of a base that has no complete head.
+        UserError: "native" was asked of a base that has no complete head, or the head folder is
+            none, or of another size.
     """
     head = MTPHead(base.text_config, num_layers).float()
     if warm_start == "auto":
@@ -254,9 +256,13 @@ def head_from_base(base: Checkpoint, num_layers: int, warm_start: str = "auto") 
         _start_from_last_layer(head, base)
     elif warm_start == "random":
         _start_random(head)
+    elif Path(warm_start).is_dir():
+        _start_from_folder(head, Path(warm_start))
     else:
         raise UserError(
-            "warm_start auto, native, last or random", repr(warm_start), "correct the recipe"
+            "warm_start auto, native, last, random or a head folder",
+            repr(warm_start),
+            "correct the recipe",
         )
     return head
 
@@ -308,6 +314,31 @@ def _start_from_last_layer(head: MTPHead, base: Checkpoint) -> None:
         eye = torch.eye(size)
         head.fc.weight.copy_(torch.cat([eye, eye], dim=1) / 2**0.5)
         head.norm.weight.copy_(base.load(names.final_norm).float())
+
+
+def _start_from_folder(head: MTPHead, folder: Path) -> None:
+    """Copy a head folder's layers, of any form; its last one stands for those that it lacks."""
+    source = load_head(folder)
+    last = source.num_layers - 1
+    given = source.state_dict()
+    state = {}
+    for name in head.state_dict():
+        kind, _, rest = name.partition(".")
+        if kind == "layers":
+            number, _, part = rest.partition(".")
+            state[name] = given[f"layers.{min(int(number), last)}.{part}"]
+        else:
+            state[name] = given[name]
+    wrong = [
+        name for name, tensor in head.state_dict().items() if tensor.shape != state[name].shape
+    ]
+    if wrong:
+        raise UserError(
+            "a head folder of the base's sizes to start from",
+            f"other shapes in {folder}: {', '.join(wrong[:5])}",
+            "start from a head of this base, or with warm_start = 'last'",
+        )
+    head.load_state_dict(state, strict=True)
 
 
 def _start_random(head: MTPHead) -> None:

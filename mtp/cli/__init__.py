@@ -14,6 +14,7 @@ from graft.errors import UserError
 from mtp import __version__
 from mtp.cli.checkpoint import graft_command, probe_command, verify_command
 from mtp.cli.data import data_app
+from mtp.cli.extract import head_app
 from mtp.cli.head import eval_command, quantize_command, train_command
 from mtp.cli.inspect import inspect_command
 from mtp.cli.nano import nano_app
@@ -35,6 +36,7 @@ app.command("graft")(graft_command)
 app.command("verify")(verify_command)
 app.command("inspect")(inspect_command)
 app.command("probe")(probe_command)
+app.add_typer(head_app, name="head")
 app.add_typer(release_app, name="release")
 app.add_typer(nano_app, name="nano")
 

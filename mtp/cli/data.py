@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,7 +16,9 @@ data_app = typer.Typer(no_args_is_help=True, help="Traces and code in, training 
 @data_app.command("prepare")
 def data_prepare(
     base: Base,
-    source: Annotated[list[Path], typer.Option(help="A file or folder; may be repeated.")],
+    source: Annotated[
+        list[str], typer.Option(help="A file, a folder or hub:owner/name; may be repeated.")
+    ],
     out: Out,
     max_length: Annotated[int, typer.Option(help="Longest row, in tokens.")] = 4096,
     held_out_percent: Annotated[int, typer.Option(help="Conversations kept out.")] = 5,
@@ -32,6 +33,16 @@ def data_prepare(
     licence: Annotated[
         str, typer.Option(help="Licence of rows that record none; reaches the model card.")
     ] = "unknown",
+    format_name: Annotated[
+        str | None, typer.Option("--format", help="Read all rows by this format.")
+    ] = None,
+    mapping: Annotated[
+        str | None,
+        typer.Option("--map", help="Keys of pairs: prompt=KEY,response=KEY, or text=KEY."),
+    ] = None,
+    where: Annotated[
+        list[str] | None, typer.Option(help="Keep rows with reward>=1, say; may be repeated.")
+    ] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -52,6 +63,9 @@ def data_prepare(
         thinking=thinking,
         allow_missing_tools=allow_missing_tools,
         default_licence=licence,
+        format_name=format_name,
+        mapping=mapping,
+        where=where or (),
         overwrite=overwrite,
     )
     if as_json:

@@ -13,10 +13,19 @@ from dataclasses import asdict, dataclass, replace
 CATEGORIES = ("agent", "chat", "code")
 ROLES = ("system", "user", "assistant", "tool")
 UNKNOWN_LICENCE = "unknown"
+# Calls that the model wrote as text, because its system message asked for that.
+_TEXT_CALLS = ("<function=", "<tool_call>", "```mswea_bash_command", "\nAction Input:")
 
 
 class RowError(Exception):
     """A row that cannot be used; its text is the reason, for the report."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """Rows that are sound but of no use, and why: a log's summaries, rows that a filter drops."""
+
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +39,17 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """One turn. `supervised` is False for an assistant turn that its source marks as context."""
+    """One turn.
+
+    Args:
+        role: one of ROLES.
+        content: its text; "" when there is none.
+        reasoning: an assistant turn's thinking, without tags.
+        tool_calls: an assistant turn's calls in order, parallel ones together.
+        tool_call_id: of a tool turn, the call that it answers; "" when the source names none.
+        name: of a tool turn, the tool.
+        supervised: False for an assistant turn that its source marks as context.
+    """
 
     role: str
     content: str = ""
@@ -43,44 +62,106 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Messages in order; `tools` holds one JSON text a schema."""
+    """Messages in order, with where they come from.
 
-    id: str
-    source: str
-    licence: str
-    category: str
+    Args:
+        messages: the turns. Without any assistant turn it is a list of prompts, to be asked one
+            after another: material for regeneration and evaluation, never for training.
+        tools: one JSON text a schema, each `{"type": "function", "function": {...}}`.
+        id: the row's own id, or a digest of what it says.
+        source: the file, folder or data set.
+        licence: as the row states it.
+        category: one of CATEGORIES.
+        teacher: the model that wrote the assistant turns, where the row names it.
+    """
+
     messages: tuple[Message, ...]
     tools: tuple[str, ...] = ()
+    id: str = ""
+    source: str = ""
+    licence: str = UNKNOWN_LICENCE
+    category: str = "chat"
+    teacher: str = ""
+
+    @property
+    def is_prompts_only(self) -> bool:
+        """Whether a user asks and no assistant answers."""
+        roles = {message.role for message in self.messages}
+        return "user" in roles and "assistant" not in roles
 
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
     """Raw text without roles, supervised throughout."""
 
-    id: str
-    source: str
-    licence: str
     text: str
+    id: str = ""
+    source: str = ""
+    licence: str = UNKNOWN_LICENCE
     category: str = "code"
+    teacher: str = ""
 
 
 def infer_category(messages: tuple[Message, ...], tools: tuple[str, ...]) -> str:
-    """`agent` when tools are offered or used, else `chat`."""
+    """`agent` when tools are offered or used, be it in text, else `chat`."""
     used = any(message.tool_calls or message.role == "tool" for message in messages)
-    return "agent" if tools or used else "chat"
+    written = any(
+        mark in message.content
+        for message in messages
+        if message.role == "assistant"
+        for mark in _TEXT_CALLS
+    )
+    return "agent" if tools or used or written else "chat"
 
 
 def content_digest(item: Conversation | Document) -> str:
-    """SHA-256 of what the item says, whatever its id, source and licence.
+    """SHA-256 of what the item says, whatever its id, source, licence and teacher.
 
     Raises:
         RowError: the text is not valid Unicode, so that no tokenizer could read it.
     """
-    fields = asdict(replace(item, id="", source="", licence="", category=""))
+    fields = asdict(replace(item, id="", source="", licence="", category="", teacher=""))
     try:
         return hashlib.sha256(json.dumps(fields, ensure_ascii=False).encode()).hexdigest()
     except UnicodeEncodeError as error:
         raise RowError("text is not valid Unicode (a lone surrogate)") from error
+
+
+def cut_at_mismatch(conversation: Conversation) -> Conversation:
+    """The conversation up to the first tool result that answers no call, or unanswered call.
+
+    What follows such a place was written by a model that saw something else. Results are
+    matched by id, or by order where there are no ids. A user may interrupt calls, and a model
+    that calls in plain text gets results without any structured call: both are left alone.
+    """
+    pending: list[str] | None = None  # ids of open calls; None when the last turn made none
+    spoken = False
+    for index, message in enumerate(conversation.messages):
+        fits = True
+        if message.role == "assistant":
+            fits = not pending
+            pending = [call.id for call in message.tool_calls] or None
+            spoken = True
+        elif message.role == "tool":
+            fits = spoken if pending is None else _answer(pending, message.tool_call_id)
+        else:
+            pending = None
+        if not fits:
+            return replace(conversation, messages=conversation.messages[:index])
+    return conversation
+
+
+def _answer(pending: list[str], call_id: str) -> bool:
+    """Remove the call that a result answers; whether there was one."""
+    if call_id and any(pending):
+        found = call_id in pending
+        if found:
+            pending.remove(call_id)
+        return found
+    if pending:
+        pending.pop(0)
+        return True
+    return False
 
 
 def checked(conversation: Conversation, *, allow_missing_tools: bool = False) -> Conversation:

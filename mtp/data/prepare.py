@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -16,17 +16,22 @@ from mtp.data.conversation import (
     RowError,
     checked,
     content_digest,
+    cut_at_mismatch,
 )
+from mtp.data.filters import RowFilter, require_applied
+from mtp.data.formats import recogniser
+from mtp.data.hub import HUB_PREFIX
 from mtp.data.mask import RenderedRow, loss_mask, num_edge_tokens, render_rows
 from mtp.data.render import Renderer, load_tokenizer, tokenizer_fingerprint
 from mtp.data.report import PrepareReport
-from mtp.data.sources import Item, read_source
+from mtp.data.sources import Item, Reading, read_source
 from mtp.data.split import is_held_out
 from mtp.data.store import RowWriter, write_manifest
 from mtp.data.windows import MIN_TOKENS, Window, conversation_windows, document_windows
 from mtp.progress import track
 
 _ITEMS_AT_ONCE = 64
+PROMPTS_ONLY = "prompts only"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,9 @@ class Settings:
     thinking: str
     allow_missing_tools: bool
     default_licence: str
+    format: str | None
+    map: str | None
+    where: tuple[str, ...]
 
     def __post_init__(self) -> None:
         if self.max_length < MIN_TOKENS:
@@ -54,7 +62,7 @@ class Settings:
 
 def prepare(
     base: Path,
-    sources: list[Path],
+    sources: Sequence[str | Path],
     out: Path,
     *,
     max_length: int = 4096,
@@ -64,13 +72,16 @@ def prepare(
     thinking: str = "keep",
     allow_missing_tools: bool = False,
     default_licence: str = UNKNOWN_LICENCE,
+    format_name: str | None = None,
+    mapping: str | None = None,
+    where: Sequence[str] = (),
     overwrite: bool = False,
 ) -> PrepareReport:
     """Render, tokenise, mask, window and split the sources; see data.json for what happened.
 
     Args:
         base: the base model, for its tokenizer and chat template.
-        sources: files or folders of conversations and code.
+        sources: files or folders of conversations and code, or `hub:` data sets.
         out: the folder to write, readable by `mtp.data.store.load_prepared`.
         max_length: longest row in tokens.
         held_out_percent: share of conversations kept for evaluation.
@@ -79,12 +90,15 @@ def prepare(
         thinking: "keep" or "strip", see `Renderer`.
         allow_missing_tools: accept tool calls in rows without tool schemas.
         default_licence: for rows and files that do not state one.
+        format_name: read all rows by this format instead of recognising theirs.
+        mapping: keys of prompt and response, see `mtp.data.formats.recogniser`.
+        where: conditions on the rows' fields, see `RowFilter`.
         overwrite: replace an existing `out`.
 
     Raises:
         UserError: for a wrong setting, base or source, or too many unusable rows.
     """
-    base, sources = Path(base), [Path(source) for source in sources]
+    base = Path(base)
     settings = Settings(
         max_length=max_length,
         held_out_percent=held_out_percent,
@@ -93,20 +107,28 @@ def prepare(
         thinking=thinking,
         allow_missing_tools=allow_missing_tools,
         default_licence=default_licence,
+        format=format_name,
+        map=mapping,
+        where=tuple(where),
     )
+    reading = Reading(
+        recogniser=recogniser(format_name, mapping), filters=tuple(map(RowFilter, where))
+    )
+    local = [Path(source) for source in sources if not str(source).startswith(HUB_PREFIX)]
     if not sources:
         raise UserError("at least one source", "none", "pass --source")
     report = PrepareReport()
-    with staged_folder(Path(out), overwrite=overwrite, sources=[base, *sources]) as staging:
+    with staged_folder(Path(out), overwrite=overwrite, sources=[base, *local]) as staging:
         tokenizer = load_tokenizer(base)
         renderer = Renderer(tokenizer, thinking=thinking)
         writer = RowWriter(staging / ".rows")
         try:
-            items = _usable(sources, settings, report)
+            items = _usable(sources, reading, report)
             stream = iter(track(items, "prepare", unit="row"))
             while batch := list(islice(stream, _ITEMS_AT_ONCE)):
                 _write_batch(batch, renderer, settings, report, writer)
             report.check(max_skip=max_skip)
+            require_applied(reading.filters)
             writer.save(staging)
         finally:
             writer.close()
@@ -122,21 +144,23 @@ def prepare(
     return report
 
 
-def _usable(sources: list[Path], settings: Settings, report: PrepareReport) -> Iterator[Item]:
+def _usable(
+    sources: Sequence[str | Path], reading: Reading, report: PrepareReport
+) -> Iterator[Item]:
     """Items that can be rendered; all others are noted in the report."""
-    seen: set[str] = set()
+    seen: set[bytes] = set()
     for source in sources:
-        for item in read_source(source, report.ignored_files):
-            report.rows_read += 1
-            report.formats[item.format] += 1
-            if isinstance(item.value, RowError):
-                report.add_broken(item.file, item.line, str(item.value))
+        for item in read_source(source, report.ignored_files, reading):
+            report.add_read(item)
+            if not isinstance(item.value, Conversation | Document):
                 continue
-            digest = content_digest(item.value)
+            digest = bytes.fromhex(content_digest(item.value))[:16]
             if digest in seen:
-                report.dropped["duplicate"] += 1
+                report.add_dropped(item, "duplicate")
             elif isinstance(item.value, Document) and not item.value.text.strip():
-                report.dropped["empty"] += 1
+                report.add_dropped(item, "empty")
+            elif isinstance(item.value, Conversation) and item.value.is_prompts_only:
+                report.add_dropped(item, PROMPTS_ONLY)
             else:
                 seen.add(digest)
                 yield item
@@ -157,7 +181,7 @@ def _write_batch(
         for window in windows:
             if not window.loss_mask[2:].any():
                 # The first prediction is of the third token, so this row teaches nothing.
-                report.dropped["nothing to predict"] += 1
+                report.windows_too_short += 1
                 report.supervised_tokens_lost += int(window.loss_mask.sum())
                 continue
             report.add_row(counts, window.loss_mask, value)
@@ -183,11 +207,13 @@ def _windows(
             documents.append(item.value)
         elif isinstance(item.value, Conversation):
             try:
-                conversation = checked(item.value, allow_missing_tools=settings.allow_missing_tools)
+                matched = cut_at_mismatch(item.value)
+                conversation = checked(matched, allow_missing_tools=settings.allow_missing_tools)
                 rows = render_rows(conversation, renderer)
             except RowError as error:
-                report.add_broken(item.file, item.line, str(error))
+                report.add_refused(item, str(error))
                 continue
+            report.cut_at_mismatch += len(matched.messages) < len(item.value.messages)
             report.split_by_template += len(rows) - 1
             rendered.extend((conversation, row) for row in rows)
     encoded = renderer.encode([row.text for _, row in rendered], add_special_tokens=False)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from graft.errors import UserError
-from mtp.data.conversation import Conversation, Document
+from mtp.data.conversation import Conversation, Document, Note, RowError
+from mtp.data.sources import Item
 
 MAX_LISTED, MAX_SHOWN = 1000, 5  # refused rows in data.json, on the terminal
 
@@ -35,7 +35,22 @@ class SplitCounts:
     rows: int = 0
     tokens: int = 0
     supervised_tokens: int = 0
-    conversations: set[str] = field(default_factory=set)
+    conversations: set[tuple[str, str]] = field(default_factory=set)
+
+
+@dataclass(kw_only=True)
+class SourceCounts:
+    """One source: its rows by format, and those that did not become training rows, by reason."""
+
+    rows_read: int = 0
+    formats: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def rows_used(self) -> int:
+        """Rows that are part of what is trained or evaluated on."""
+        return self.rows_read - self.refused.total() - self.dropped.total()
 
 
 @dataclass(kw_only=True)
@@ -43,37 +58,77 @@ class PrepareReport:
     """Counts of a preparation.
 
     Args:
-        rows_read: rows and code files found in the sources.
-        formats: rows by the format that claimed them.
-        broken: refused rows.
-        dropped: well-formed rows without use, by reason (empty, duplicate, too short).
+        by_source: rows and code files read, refused (broken) and dropped (well-formed but of no
+            use: empty, duplicate, too short, prompts only, filtered), by source.
+        broken: refused rows, the first MAX_LISTED.
         ignored_files: files in folders that are not training data, by suffix.
+        categories, licences, sources, teachers: written rows.
+        cut_at_mismatch: conversations cut before a tool result without a call, or the reverse.
         split_by_template: extra rows because the template renders old turns differently.
         split_by_length: extra rows because of the length limit.
         cut_inside_turn: rows in which a turn had to be cut.
+        windows_too_short: windows that hold nothing to predict, and are not written.
         supervised_tokens_lost: tokens of replies that fit in no window.
         edge_tokens: tokens over the edge of a reply, left unsupervised.
     """
 
-    rows_read: int = 0
-    formats: Counter[str] = field(default_factory=Counter)
+    by_source: dict[str, SourceCounts] = field(default_factory=dict)
     broken: list[BrokenRow] = field(default_factory=list)
-    dropped: Counter[str] = field(default_factory=Counter)
     ignored_files: Counter[str] = field(default_factory=Counter)
     categories: Counter[str] = field(default_factory=Counter)
     licences: Counter[str] = field(default_factory=Counter)
     sources: Counter[str] = field(default_factory=Counter)
+    teachers: Counter[str] = field(default_factory=Counter)
+    cut_at_mismatch: int = 0
     split_by_template: int = 0
     split_by_length: int = 0
     cut_inside_turn: int = 0
+    windows_too_short: int = 0
     supervised_tokens_lost: int = 0
     edge_tokens: int = 0
     train: SplitCounts = field(default_factory=SplitCounts)
     held_out: SplitCounts = field(default_factory=SplitCounts)
 
-    def add_broken(self, file: Path, line: int, reason: str) -> None:
-        """Note a refused row."""
-        self.broken.append(BrokenRow(file=str(file), line=line, reason=reason))
+    @property
+    def rows_read(self) -> int:
+        """Rows and code files found in all sources."""
+        return sum(counts.rows_read for counts in self.by_source.values())
+
+    @property
+    def rows_refused(self) -> int:
+        """Rows that cannot be used."""
+        return sum(counts.refused.total() for counts in self.by_source.values())
+
+    @property
+    def formats(self) -> Counter[str]:
+        """Rows by the format that claimed them."""
+        return sum((counts.formats for counts in self.by_source.values()), Counter())
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Well-formed rows without use, by reason."""
+        return sum((counts.dropped for counts in self.by_source.values()), Counter())
+
+    def add_read(self, item: Item) -> None:
+        """Note what was read at a place, usable or not."""
+        counts = self.by_source.setdefault(item.source, SourceCounts())
+        counts.rows_read += item.num_rows
+        counts.formats[item.format] += item.num_rows
+        if isinstance(item.value, RowError):
+            self.add_refused(item, str(item.value))
+        elif isinstance(item.value, Note):
+            self.add_dropped(item, item.value.reason)
+
+    def add_refused(self, item: Item, reason: str) -> None:
+        """Note that a place that was read cannot be used."""
+        general = re.sub(r"\b(message|event|item|step) \d+", r"\1 N", reason)
+        self.by_source[item.source].refused[general] += item.num_rows
+        if len(self.broken) < MAX_LISTED:
+            self.broken.append(BrokenRow(file=item.file, line=item.line, reason=reason))
+
+    def add_dropped(self, item: Item, reason: str) -> None:
+        """Note that a place that was read is of no use."""
+        self.by_source[item.source].dropped[reason] += item.num_rows
 
     def add_row(
         self, counts: SplitCounts, loss_mask: np.ndarray, item: Conversation | Document
@@ -82,10 +137,12 @@ class PrepareReport:
         counts.rows += 1
         counts.tokens += len(loss_mask)
         counts.supervised_tokens += int(loss_mask.sum())
-        counts.conversations.add(item.id)
+        counts.conversations.add((item.source, item.id))
         self.categories[item.category] += 1
         self.licences[item.licence] += 1
         self.sources[item.source] += 1
+        if item.teacher:
+            self.teachers[item.teacher] += 1
 
     def check(self, *, max_skip: float) -> None:
         """Refuse a result that stands on too few of the rows.
@@ -97,12 +154,12 @@ class PrepareReport:
             raise UserError(
                 "rows or code files in the sources",
                 f"none (files of other kinds: {sum(self.ignored_files.values())})",
-                "point --source at .jsonl or .json files or at a folder with code",
+                "point --source at files with rows or at a folder with code",
             )
-        if len(self.broken) > max_skip * self.rows_read:
+        if self.rows_refused > max_skip * self.rows_read:
             raise UserError(
                 f"at most {max_skip:.1%} of rows that cannot be used",
-                f"{len(self.broken)} of {self.rows_read}, the first at {self.broken[0]}",
+                f"{self.rows_refused} of {self.rows_read}, the first at {self.broken[0]}",
                 "repair the rows, or raise --max-skip",
             )
         if not self.train.rows:
@@ -116,13 +173,16 @@ class PrepareReport:
     def as_text(self) -> str:
         """The report for a terminal, one fact a line."""
         lines = [
+            *(_source_line(name, counts) for name, counts in self.by_source.items()),
             f"rows read       {self.rows_read} ({_counts(self.formats)})",
-            f"rows refused    {len(self.broken)}",
+            f"rows refused    {self.rows_refused}",
             *(f"                {row}" for row in self.broken[:MAX_SHOWN]),
             f"rows dropped    {self.dropped.total()} ({_counts(self.dropped)})",
             f"files ignored   {self.ignored_files.total()} ({_counts(self.ignored_files)})",
+            f"rows cut        {self.cut_at_mismatch} before a call or a result without the other",
             f"rows split      {self.split_by_length} by length, {self.split_by_template} by the"
-            f" template; {self.cut_inside_turn} cut inside a turn",
+            f" template; {self.cut_inside_turn} cut inside a turn;"
+            f" {self.windows_too_short} left out, with nothing to predict",
             f"tokens lost     {self.supervised_tokens_lost} supervised ones that fit no window;"
             f" {self.edge_tokens} over an edge",
         ]
@@ -138,20 +198,27 @@ class PrepareReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON values."""
-        reasons = Counter(re.sub(r"message \d+", "message N", row.reason) for row in self.broken)
+        reasons = sum((counts.refused for counts in self.by_source.values()), Counter())
         return {
             "rows_read": self.rows_read,
-            "rows_refused": len(self.broken),
+            "rows_refused": self.rows_refused,
             "refused_by_reason": dict(reasons.most_common()),
-            "refused": [vars(row) for row in self.broken[:MAX_LISTED]],
+            "refused": [vars(row) for row in self.broken],
+            "by_source": {
+                name: {**vars(counts), "rows_used": counts.rows_used}
+                for name, counts in self.by_source.items()
+            },
             "dropped": dict(self.dropped),
             "ignored_files": dict(self.ignored_files),
             "formats": dict(self.formats),
             "rows_by_category": dict(self.categories),
             "rows_by_licence": dict(self.licences),
             "rows_by_source": dict(self.sources),
+            "rows_by_teacher": dict(self.teachers),
+            "cut_at_mismatch": self.cut_at_mismatch,
             "split_by_template": self.split_by_template,
             "split_by_length": self.split_by_length,
+            "windows_too_short": self.windows_too_short,
             "cut_inside_turn": self.cut_inside_turn,
             "supervised_tokens_lost": self.supervised_tokens_lost,
             "edge_tokens": self.edge_tokens,
@@ -168,6 +235,12 @@ def _split_dict(counts: SplitCounts) -> dict[str, Any]:
         "supervised_tokens": counts.supervised_tokens,
         "supervised_share": round(counts.supervised_tokens / max(counts.tokens, 1), 4),
     }
+
+
+def _source_line(name: str, counts: SourceCounts) -> str:
+    left_out = counts.refused + counts.dropped
+    tail = f"; not used: {_counts(left_out)}" if left_out else ""
+    return f"{name}: {counts.rows_read} ({_counts(counts.formats)}){tail}"
 
 
 def _counts(counter: Counter[str]) -> str:

@@ -1,32 +1,32 @@
-"""Files in, items out: walks sources, splits files into rows, and hands rows to their format.
+"""Sources in, items out: files and folders, `datasets` folders, Hub data sets.
 
-A folder is read by suffix: `.jsonl` files are rows, source files are documents, and `.json`
-files are rows unless source files lie beside them (a code tree is full of settings in JSON).
-What is not read is counted by suffix, so that nothing disappears silently.
+A folder is read by suffix: files of rows (`.jsonl`, `.json`, `.traj`, Parquet, compressed ones)
+and source files, which are documents; `.json` files are left out where source files lie beside
+them (a code tree is full of settings in JSON). What is not read is counted by suffix, so that
+nothing disappears silently. Inside a file of rows only the content counts (rows.py, formats/).
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from graft.errors import UserError
-from mtp.data.conversation import (
-    UNKNOWN_LICENCE,
-    Conversation,
-    Document,
-    RowError,
-    content_digest,
-)
-from mtp.data.formats import read_row
-from mtp.data.rows import json_file, json_lines
+from mtp.data.conversation import Conversation, Document, Note, RowError, content_digest
+from mtp.data.filters import RowFilter
+from mtp.data.formats import Recogniser
+from mtp.data.hub import HUB_PREFIX, hub_rows, is_dataset_folder, saved_rows
+from mtp.data.rows import Rows, first_character, read_rows
 
 LINE_SUFFIXES = (".jsonl", ".ndjson")
+ROW_SUFFIXES = frozenset((*LINE_SUFFIXES, ".json", ".traj", ".parquet"))
+COMPRESSED_SUFFIXES = (".gz", ".zst")
 # fmt: off
 CODE_SUFFIXES = frozenset((
     ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".rs", ".go", ".java", ".js",
@@ -35,49 +35,111 @@ CODE_SUFFIXES = frozenset((
 ))
 # fmt: on
 SKIPPED_FOLDERS = frozenset(("__pycache__", "node_modules"))
+_ITEMS_TO_TRY = 16  # a session log may open with notes that tell nothing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """What stands at a place: something to learn from, or the reason why it cannot be used."""
-
-    file: Path
-    line: int
-    format: str
-    value: Conversation | Document | RowError
-
-
-def read_source(source: Path, ignored: Counter[str]) -> Iterator[Item]:
-    """Yield every row and document of a file or a folder, in a stable order.
+    """What stands at a place: something to learn from, or why it is not used.
 
     Args:
-        source: a file or a folder.
+        source: as it was asked for.
+        file: the file, or the data set.
+        line: the first of its lines, from 1; in Parquet and data sets the row.
+        format: the format that claimed it, "code" for source files, else "unknown".
+        value: what it says; a RowError is a row that is broken, a Note one that is of no use.
+        num_rows: rows that it was made of: more than one where a file is a conversation.
+    """
+
+    source: str
+    file: str
+    line: int
+    format: str
+    value: Conversation | Document | RowError | Note
+    num_rows: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How to read sources: which formats to try, which rows to keep."""
+
+    recogniser: Recogniser = field(default_factory=Recogniser)
+    filters: tuple[RowFilter, ...] = ()
+
+
+def read_source(source: str | Path, ignored: Counter[str], reading: Reading) -> Iterator[Item]:
+    """Yield every row and document of a source, in a stable order.
+
+    Args:
+        source: a file, a folder, or `hub:owner/name?config=...&split=...&revision=...`.
         ignored: receives the number of files that were not read, by suffix.
+        reading: formats and filters.
 
     Raises:
         UserError: the source is missing, or a file of a kind that is not read.
     """
+    place = _Place(source=str(source), file=str(source), name=str(source))
+    path = Path(source)
+    if str(source).startswith(HUB_PREFIX):
+        name, rows = hub_rows(str(source))
+        yield from _items(replace(place, name=name), rows, reading)
+        return
+    place = replace(place, name=path.resolve().name)
+    if path.is_dir() and is_dataset_folder(path):
+        for part, rows in saved_rows(path):
+            yield from _items(replace(place, file=part), rows, reading)
+        return
+    root, files = _files(path, ignored)
+    for file in files:
+        place = replace(place, file=str(file))
+        if file.suffix in CODE_SUFFIXES:
+            identity = f"{root.resolve().name}/{file.relative_to(root).as_posix()}"
+            yield place.item(_document(file, identity, place.name), line=1, format_name="code")
+        else:
+            rows = read_rows(file, lambda item: reading.recogniser.file_format(item) is not None)
+            yield from _items(place, rows, reading)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where rows come from; `name` is what the conversations record."""
+
+    source: str
+    file: str
+    name: str
+
+    def item(self, value: Any, *, line: int, format_name: str, num_rows: int = 1) -> Item:
+        if isinstance(value, Conversation | Document):
+            value = _named(value, self.name)
+        return Item(
+            source=self.source,
+            file=self.file,
+            line=line,
+            format=format_name,
+            value=value,
+            num_rows=num_rows,
+        )
+
+
+def _files(source: Path, ignored: Counter[str]) -> tuple[Path, list[Path]]:
+    """(the folder that names are relative to, the files to read)."""
     if source.is_dir():
-        root, files = source, _readable(sorted(_walk(source)), ignored)
-    elif source.is_file():
-        root, files = source.parent, [source]
-        if source.suffix not in (*LINE_SUFFIXES, ".json") and source.suffix not in CODE_SUFFIXES:
+        return source, _readable(sorted(_walk(source)), ignored)
+    if not source.is_file():
+        expected = "a file or a folder of training data"
+        raise UserError(expected, f"nothing at {source}", "fix --source")
+    if not (_has_rows(source) or source.suffix in CODE_SUFFIXES):
+        try:
+            known = first_character(source) in (b"[", b"{", b"P")
+        except (OSError, EOFError):
+            known = False
+        if not known:
             raise UserError(
-                "a .jsonl or .json file, a source file, or a folder of them",
+                "JSON, JSON Lines, Parquet, a source file, or a folder of them",
                 f"{source}",
                 "convert it to JSON lines with a 'messages' list",
             )
-    else:
-        raise UserError(
-            "a file or a folder of training data", f"nothing at {source}", "fix --source"
-        )
-    name = source.resolve().name
-    for file in files:
-        if file.suffix in CODE_SUFFIXES:
-            identity = f"{root.resolve().name}/{file.relative_to(root).as_posix()}"
-            yield _document(file, identity, name)
-        else:
-            yield from _rows(file, name)
+    return source.parent, [source]
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -86,49 +148,73 @@ def _walk(folder: Path) -> Iterator[Path]:
         yield from (Path(parent, file) for file in files if not file.startswith("."))
 
 
+def _has_rows(file: Path) -> bool:
+    """Whether the name is that of a file of rows, compressed or not."""
+    name = file.with_suffix("") if file.suffix in COMPRESSED_SUFFIXES else file
+    return name.suffix in ROW_SUFFIXES
+
+
 def _readable(files: list[Path], ignored: Counter[str]) -> list[Path]:
     has_code = any(file.suffix in CODE_SUFFIXES for file in files)
-    wanted = CODE_SUFFIXES | set(LINE_SUFFIXES) | (set() if has_code else {".json"})
-    ignored.update(file.suffix or file.name for file in files if file.suffix not in wanted)
-    return [file for file in files if file.suffix in wanted]
+    wanted = {
+        file
+        for file in files
+        if file.suffix in CODE_SUFFIXES
+        or (_has_rows(file) and not (has_code and file.suffix == ".json"))
+    }
+    ignored.update(file.suffix or file.name for file in files if file not in wanted)
+    return [file for file in files if file in wanted]
 
 
-def _document(file: Path, identity: str, source: str) -> Item:
+def _document(file: Path, identity: str, source: str) -> Document | RowError:
     """A source file; Python's own rules find the encoding of a Python file."""
-    value: Document | RowError
     try:
         if file.suffix == ".py":
             with tokenize.open(file) as stream:
                 text = stream.read()
         else:
             text = file.read_bytes().decode("utf-8-sig")
-        value = Document(id=identity, source=source, licence=UNKNOWN_LICENCE, text=text)
     except (UnicodeDecodeError, SyntaxError):
-        value = RowError("not text in its declared encoding")
+        return RowError("not text in its declared encoding")
     except OSError as error:
-        value = RowError(f"cannot be read: {error.strerror}")
-    return Item(file=file, line=1, format="code", value=value)
+        return RowError(f"cannot be read: {error.strerror}")
+    return Document(id=identity, source=source, text=text)
 
 
-def _rows(file: Path, source: str) -> Iterator[Item]:
-    rows = json_lines(file) if file.suffix in LINE_SUFFIXES else json_file(file)
+def _items(place: _Place, rows: Rows, reading: Reading) -> Iterator[Item]:
     try:
-        for line, row in rows:
-            yield _item(file, line, row, source)
-    except OSError as error:
-        reason = RowError(f"cannot be read: {error.strerror}")
-        yield Item(file=file, line=1, format="unknown", value=reason)
+        opening = list(itertools.islice(rows, _ITEMS_TO_TRY))
+        formats = (reading.recogniser.file_format(item) for _, item in opening)
+        whole = next((format_ for format_ in formats if format_), None)
+        rest = itertools.chain(opening, rows)
+        if whole is not None:
+            for lines, value in whole.read_parts(list(rest)):
+                num_rows = len(lines)
+                yield place.item(value, line=lines[0], format_name=whole.name, num_rows=num_rows)
+            return
+        for line, row in rest:
+            name, value = _read_row(row, reading)
+            yield place.item(value, line=line, format_name=name)
+    except (OSError, EOFError) as error:
+        reason = RowError(f"cannot be read: {getattr(error, 'strerror', None) or error}")
+        yield place.item(reason, line=1, format_name="unknown")
 
 
-def _item(file: Path, line: int, row: Any, source: str) -> Item:
+def _read_row(row: Any, reading: Reading) -> tuple[str, Any]:
     if isinstance(row, RowError):
-        return Item(file=file, line=line, format="unknown", value=row)
-    format_name = "unknown"
-    value: Conversation | RowError
+        return "unknown", row
     try:
-        format_name, conversation = read_row(row, source)
-        digest = content_digest(conversation)
-        value = replace(conversation, id=conversation.id or f"sha256:{digest[:16]}")
+        unwanted = next((f for f in reading.filters if not f.keeps(row)), None)
     except RowError as error:
-        value = error
-    return Item(file=file, line=line, format=format_name, value=value)
+        return "unknown", error
+    name, value = reading.recogniser.read(row)
+    return name, value if unwanted is None else Note(reason=f"not {unwanted}")
+
+
+def _named(value: Conversation | Document, source: str) -> Conversation | Document | RowError:
+    """The value with its source, and an id made from what it says when it has none."""
+    try:
+        digest = content_digest(value)
+    except RowError as error:
+        return error
+    return replace(value, source=source, id=value.id or f"sha256:{digest[:16]}")

@@ -54,6 +54,17 @@ def write_jsonl(path: Path, rows: list[Any]) -> Path:
     return path
 
 
+def read_row(row: Any) -> tuple[str, Any]:
+    """(format, value) of a row; a refusal is raised."""
+    from mtp.data.conversation import RowError
+    from mtp.data.formats import recogniser
+
+    name, value = recogniser().read(row)
+    if isinstance(value, RowError):
+        raise value
+    return name, value
+
+
 def chat(number: int, num_turns: int = 2) -> dict[str, Any]:
     """A conversation that differs from all others of another number."""
     messages: list[dict[str, str]] = []

@@ -14,8 +14,11 @@ from mtp.cli import app
 COMMANDS = [
     (), ("data",), ("data", "prepare"), ("nano",), ("nano", "traces"), ("nano", "code"),
     ("nano", "base"), ("train",), ("eval",), ("quantize",), ("graft",), ("verify",), ("inspect",),
-    ("probe",), ("release",), ("release", "build"),
+    ("head",), ("head", "extract"), ("probe",), ("release",), ("release", "build"),
 ]  # fmt: skip
+
+
+GROUPS = [("data",), ("head",), ("nano",), ("release",)]
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -27,7 +30,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_help(command):
     result = CliRunner().invoke(app, [*command, "--help"])
     assert result.exit_code == 0
-    if command and len(command[-1]) > 3 and command not in [("data",), ("nano",), ("release",)]:
+    if command and len(command[-1]) > 3 and command not in GROUPS:
         assert "Example" in result.output
 
 
@@ -67,6 +70,7 @@ def test_wrong_usage_is_2():
         ("graft", "--base", "nowhere", "--out", "out"),
         ("verify", "nowhere"),
         ("inspect", "nowhere"),
+        ("head", "extract", "nowhere", "--out", "out"),
         ("data", "prepare", "--base", "nowhere", "--source", "nothing", "--out", "out"),
         ("nano", "base", "--traces", "nothing", "--code", "nowhere", "--out", "out"),
     ],

@@ -6,10 +6,9 @@ import json
 
 import numpy as np
 import pytest
-from data_helpers import GOLDEN, make_base
+from data_helpers import GOLDEN, make_base, read_row
 
 from mtp.data.conversation import RowError, checked
-from mtp.data.formats import read_row
 from mtp.data.mask import Reply, loss_mask, num_edge_tokens, render_rows
 from mtp.data.render import Renderer, load_tokenizer
 
@@ -37,7 +36,7 @@ def supervised(row, renderer):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_hand_marked(case, tokenizers):
     renderer = Renderer(tokenizers[case["template"]], thinking=case["thinking"])
-    _, conversation = read_row(case["row"], "golden")
+    _, conversation = read_row(case["row"])
     rows = render_rows(checked(conversation), renderer)
     assert len(rows) == len(case["rows"])
     for row, lines in zip(rows, case["rows"], strict=True):
@@ -62,7 +61,7 @@ def test_no_reasoning_with_thinking_on_supervises_the_closing_tag(tokenizers):
     """The newline merges with the prompt's into one token: it is over the edge, and counted."""
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     renderer = Renderer(tokenizers["qwen35"])
-    (rendered,) = render_rows(read_row(row, "")[1], renderer)
+    (rendered,) = render_rows(read_row(row)[1], renderer)
     found, num_edges = supervised(rendered, renderer)
     assert rendered.text.endswith("<think>\n\n</think>\n\nb<|im_end|>")
     assert num_edges == 1 and found == "</think>\n\nb<|im_end|>"
@@ -76,7 +75,7 @@ def test_every_reply_is_the_continuation_of_what_is_served(tokenizers):
         for turn in range(4):
             reply = {"role": "assistant", "content": f"a{turn}", "reasoning_content": f"r{turn}"}
             row["messages"] += [reply, {"role": "user", "content": f"q{turn + 1}"}]
-        conversation = read_row(row, "")[1]
+        conversation = read_row(row)[1]
         rows = render_rows(conversation, renderer)
         served = {
             renderer.text(conversation.messages[:index], (), generation_prompt=True)
@@ -100,7 +99,7 @@ def test_end_of_turn_token_inside_a_reply_is_refused(tokenizers):
         "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
     }
     with pytest.raises(RowError, match="end-of-turn token"):
-        render_rows(read_row(row, "")[1], Renderer(tokenizers["chatml"]))
+        render_rows(read_row(row)[1], Renderer(tokenizers["chatml"]))
 
 
 def test_template_that_contradicts_its_generation_prompt_is_refused(tokenizers):
@@ -110,7 +109,7 @@ def test_template_that_contradicts_its_generation_prompt_is_refused(tokenizers):
     try:
         tokenizer.chat_template = kept.replace("assistant\\n'", "assistant\\n<think>\\n'")
         with pytest.raises(RowError, match="generation prompt"):
-            render_rows(read_row(row, "")[1], Renderer(tokenizer))
+            render_rows(read_row(row)[1], Renderer(tokenizer))
     finally:
         tokenizer.chat_template = kept
 
@@ -121,7 +120,7 @@ def test_template_error_is_a_reason(tokenizers):
         {"role": "assistant", "content": "b"},
     ]
     with pytest.raises(RowError, match="chat template refuses it"):
-        render_rows(read_row({"messages": messages}, "")[1], Renderer(tokenizers["qwen35"]))
+        render_rows(read_row({"messages": messages})[1], Renderer(tokenizers["qwen35"]))
 
 
 def test_string_and_object_arguments_render_alike(tokenizers):
@@ -133,5 +132,5 @@ def test_string_and_object_arguments_render_alike(tokenizers):
             {"role": "user", "content": "a"},
             {"role": "assistant", "content": None, "tool_calls": [call]},
         ]
-        texts.append(render_rows(read_row({"messages": messages}, "")[1], renderer)[0].text)
+        texts.append(render_rows(read_row({"messages": messages})[1], renderer)[0].text)
     assert texts[0] == texts[1] and '{"c": [true]}' in texts[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +15,6 @@ from mtp.data.prepare import prepare
 from mtp.data.prompts import evaluation_prompts
 from mtp.data.split import is_held_out
 from mtp.data.store import load_prepared
-
-TRACES = Path("/work/shared/data/agent_traces")
 
 
 @pytest.fixture(scope="module")
@@ -116,13 +113,13 @@ def test_a_second_run_makes_the_same_rows(base, tmp_path):
 
 def test_broken_rows_are_named_and_skipped_up_to_a_share(base, tmp_path):
     rows = [chat(number) for number in range(18)]
-    rows[3:3] = ["{broken", {"messages": [{"role": "observation", "content": "x"}]}]
+    rows[3:3] = ["{broken", {"messages": [{"role": "narrator", "content": "x"}]}]
     source = write_jsonl(tmp_path / "a.jsonl", rows)
     report = prepare(base, [source], tmp_path / "out", max_skip=0.1, held_out_percent=0)
     assert [(row.line, row.file) for row in report.broken] == [(4, str(source)), (5, str(source))]
     assert report.as_dict()["refused_by_reason"] == {
         "broken JSON": 1,
-        "message N: unknown role 'observation'": 1,
+        "message N: unknown role 'narrator'": 1,
     }
     assert report.train.rows == 18
     assert f"{source}:4: broken JSON" in report.as_text()
@@ -256,15 +253,34 @@ def test_grouping_by_length_keeps_padding_small():
     assert lengths.sum() / padded > 0.9
 
 
-def test_real_traces(base, tmp_path):
-    """Files in the `messages` shape that others recorded; skipped where they aren't at hand."""
-    names = ["openhands_sdk_llmlog_fncall.json", "miniswe_github_issue.traj.json"]
-    sources = [TRACES / name for name in names]
-    if not all(source.is_file() for source in sources):
-        pytest.skip(f"no {TRACES}")
-    report = prepare(base, sources, tmp_path / "out", max_length=4096, held_out_percent=0)
-    assert report.formats == {"openai-messages": 1, "message-list": 1} and not report.broken
-    assert report.supervised_tokens_lost == 0
-    other = TRACES / "glaive_toolcall_en_sharegpt.json"
-    with pytest.raises(UserError, match=r"250 of 250.*unknown shape, keys: conversations, tools"):
-        prepare(base, [other], tmp_path / "refused")
+def test_report_tells_what_became_of_the_rows_of_each_source(base, tmp_path):
+    from data_rows import CLAUDE, OPENAI, SCHEMA
+
+    agent = {"messages": OPENAI, "tools": [SCHEMA], "model": "teacher-1"}
+    mismatch = {**agent, "messages": [*OPENAI[:3], OPENAI[4], {**OPENAI[3], "tool_call_id": "?"}]}
+    first = write_jsonl(tmp_path / "a.jsonl", [chat(1), {**chat(1), "id": "x"}, agent, mismatch])
+    asked = {"messages": [{"role": "user", "content": "a"}], "reward": 0}
+    second = write_jsonl(tmp_path / "b.jsonl", [asked, {"prompt": "b"}, "{", {"text": "c"}])
+    log = write_jsonl(tmp_path / "c.jsonl", CLAUDE)
+    settings = {"held_out_percent": 0, "max_skip": 0.2, "allow_missing_tools": True}
+    report = prepare(base, [first, second, log], tmp_path / "out", where=["reward>=1"], **settings)
+    counts = report.as_dict()["by_source"]
+    assert [c["rows_read"] for c in counts.values()] == [4, 4, len(CLAUDE)]
+    assert counts[str(first)]["dropped"] == {"duplicate": 1}
+    assert counts[str(second)]["dropped"] == {"not reward>=1": 1, "prompts only": 1}
+    assert counts[str(second)]["refused"] == {"broken JSON": 1, "unknown shape, keys: text": 1}
+    assert counts[str(log)]["dropped"] == {"not a turn": 1, "on an abandoned branch": 1}
+    assert [c["rows_used"] for c in counts.values()] == [3, 0, len(CLAUDE) - 2]
+    for c in counts.values():
+        assert c["rows_read"] == sum(c["formats"].values())
+    assert report.cut_at_mismatch == 1 and report.train.rows == 5
+    assert report.as_dict()["rows_by_teacher"] == {"teacher-1": 2, "claude": 1}
+    assert f"{log}: {len(CLAUDE)} (claude-code {len(CLAUDE)}); not used: " in report.as_text()
+    manifest = json.loads((tmp_path / "out" / "data.json").read_text())
+    assert manifest["settings"]["where"] == ["reward>=1"]
+    with pytest.raises(UserError, match="9 of 19"):  # the log's calls have no schemas
+        prepare(base, [first, second, log], tmp_path / "refused", max_skip=0.2)
+    with pytest.raises(UserError, match="none for rewards"):
+        prepare(base, [first], tmp_path / "refused", where=["rewards>=1"])
+    with pytest.raises(UserError, match="prompts only"):
+        prepare(base, [write_jsonl(tmp_path / "d.jsonl", [asked])], tmp_path / "refused")

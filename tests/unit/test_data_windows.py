@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from data_helpers import make_base
+from data_helpers import make_base, read_row
 
-from mtp.data.formats import read_row
 from mtp.data.mask import loss_mask, render_rows
 from mtp.data.render import Renderer, load_tokenizer
 from mtp.data.windows import conversation_windows, document_windows
@@ -23,7 +22,7 @@ def renderer(tmp_path_factory):
 def windows_of(renderer, messages, max_length, tools=()):
     """(windows as texts, their supervised texts, supervised tokens before, windows)."""
     row = {"messages": messages, "tools": list(tools)}
-    (rendered,) = render_rows(read_row(row, "")[1], renderer)
+    (rendered,) = render_rows(read_row(row)[1], renderer)
     ids, offsets = renderer.encode([rendered.text], add_special_tokens=False)[0]
     total = int(loss_mask(offsets, rendered.replies).sum())
     windows = conversation_windows(rendered, ids, offsets, max_length=max_length)

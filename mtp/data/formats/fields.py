@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import ast
 import json
-from dataclasses import replace
 from typing import Any
 
-from mtp.data.conversation import UNKNOWN_LICENCE, Message, RowError
+from mtp.data.conversation import UNKNOWN_LICENCE, RowError
 
-ID_KEYS = ("id", "conversation_id", "trace_id", "instance_id", "session_id", "uuid")
+ID_KEYS = (
+    "id",
+    "conversation_id",
+    "trace_id",
+    "trajectory_id",
+    "traj_id",
+    "instance_id",
+    "session_id",
+    "uuid",
+    "task_id",
+    "question_id",
+)
+TEACHER_KEYS = ("teacher", "model", "model_name", "model_name_or_path", "generator")
+TEXT_PARTS = ("text", "input_text", "output_text")
 OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
 
 
@@ -27,8 +40,8 @@ def text_of(content: Any) -> str:
     texts = []
     for part in content:
         text = part.get("text") if isinstance(part, dict) else part
-        kind = part.get("type", "text") if isinstance(part, dict) else "text"
-        if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
+        kind = (part.get("type") or "text") if isinstance(part, dict) else "text"
+        if kind not in TEXT_PARTS or not isinstance(text, str):
             raise RowError(f"content part of type {kind!r}, only text can be used")
         texts.append(text)
     return "".join(texts)
@@ -49,7 +62,7 @@ def arguments_text(arguments: Any) -> str:
         return json.dumps(without_nulls(arguments), ensure_ascii=False)
     if not isinstance(arguments, str):
         raise RowError(f"tool arguments are a JSON {type(arguments).__name__}, not an object")
-    parsed = _json(arguments, "tool arguments")
+    parsed = from_json(arguments, "tool arguments")
     if not isinstance(parsed, dict):
         raise RowError("tool arguments are JSON but not an object")
     return json.dumps(parsed, ensure_ascii=False)
@@ -58,21 +71,22 @@ def arguments_text(arguments: Any) -> str:
 def tools_texts(tools: Any) -> tuple[str, ...]:
     """Tool schemas, one JSON text each, from a list, a list of JSON texts, or one JSON text.
 
+    Each becomes what a server puts into the template: `{"type": "function", "function": {...}}`,
+    from the bare function, OpenAI's flat form, or Anthropic's with its `input_schema`.
+
     Raises:
-        RowError: broken JSON, or something that is not a list of objects.
+        RowError: broken JSON, or something that is not a list of objects with a name.
     """
     if tools is None or tools == "":
         return ()
     if isinstance(tools, str):
-        tools = _json(tools, "tools")
+        tools = from_json(tools, "tools")
     if not isinstance(tools, list):
         raise RowError(f"tools are a JSON {type(tools).__name__}, not a list")
     texts = []
     for tool in tools:
-        schema = _json(tool, "a tool") if isinstance(tool, str) else without_nulls(tool)
-        if not isinstance(schema, dict):
-            raise RowError("a tool's schema is not a JSON object")
-        texts.append(json.dumps(schema, ensure_ascii=False))
+        schema = from_json(tool, "a tool") if isinstance(tool, str) else without_nulls(tool)
+        texts.append(json.dumps(_wrapped(schema), ensure_ascii=False))
     return tuple(texts)
 
 
@@ -109,6 +123,20 @@ def row_licence(row: dict[str, Any]) -> str:
     return value if isinstance(value, str) else UNKNOWN_LICENCE
 
 
+def row_teacher(row: dict[str, Any]) -> str:
+    """The model that the row says wrote its replies, also as `metadata.teacher_model.name`."""
+    for holder in (row, row.get("metadata"), row.get("response")):
+        if not isinstance(holder, dict):
+            continue
+        value = holder.get("teacher_model") or next(
+            (holder[key] for key in TEACHER_KEYS if holder.get(key)), None
+        )
+        name = value.get("name") if isinstance(value, dict) else value
+        if isinstance(name, str):
+            return name
+    return ""
+
+
 def without_nulls(value: Any) -> Any:
     """A copy without the keys whose value is null, at any depth."""
     if isinstance(value, dict):
@@ -118,20 +146,48 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def with_reasoning(message: Message, reasoning: Any) -> Message:
-    """The message with its reasoning from the source's field, else from its own content.
+def from_json(text: str, what: str) -> Any:
+    """The value of a JSON text; `what` names it in the refusal.
 
     Raises:
-        RowError: the field is not text, or the inline block is not well formed.
+        RowError: broken JSON.
     """
-    if reasoning:
-        return replace(message, reasoning=text_of(reasoning))
-    inline, content = split_reasoning(message.content)
-    return replace(message, reasoning=inline, content=content)
-
-
-def _json(text: str, what: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RowError(f"{what}: broken JSON") from error
+
+
+def from_json_or_python(text: str, what: str) -> Any:
+    """The value of a JSON text, of Python's repr of one, or of JSON texts one a line.
+
+    Raises:
+        RowError: none of them.
+    """
+    text = text.strip()
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return json.loads(json.dumps(ast.literal_eval(text)))  # no sets or bytes get through
+    except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+        pass
+    try:
+        return [json.loads(line) for line in text.split("\n") if line.strip()]
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"{what}: neither JSON nor a Python literal") from error
+
+
+def _wrapped(schema: Any) -> dict[str, Any]:
+    if not isinstance(schema, dict):
+        raise RowError("a tool's schema is not a JSON object")
+    function = schema.get("function", schema)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RowError("a tool without a name")
+    if function is not schema:
+        return {"type": "function", **schema}
+    rest = {k: v for k, v in schema.items() if k not in ("type", "input_schema")}
+    if "input_schema" in schema:
+        rest["parameters"] = schema["input_schema"]
+    return {"type": "function", "function": rest}
