@@ -87,7 +87,8 @@ class Dequantized:
             yield _bfloat16(values).tobytes()
 
 
-PlannedTensor = TensorInfo | Reciprocal | Dequantized
+MadeTensor = Reciprocal | Dequantized
+PlannedTensor = TensorInfo | MadeTensor
 
 
 def convert_head(tensors: Iterable[TensorInfo], old: Form, new: Form) -> tuple[PlannedTensor, ...]:

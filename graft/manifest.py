@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 SCHEMA_VERSION = 1
-MANIFEST_SCHEMA = 2  # 2: base_files, reemitted_shards, removed_shards
+MANIFEST_SCHEMA = 2  # 2: base_files, text_only, what became of shards
 HEAD_METADATA, HEAD_WEIGHTS = "head.json", "mtp.safetensors"
 MANIFEST_NAME = "graft.manifest.json"
 CONFIG_FACTS = (

@@ -26,6 +26,7 @@ from graft.manifest import (
 )
 from graft.reader import PICKLE_SUFFIXES, Checkpoint
 from graft.staging import check_output
+from graft.text_only import TextOnly, plan_text_only, without_vision
 
 QUANT_FILE = "hf_quant_config.json"
 HEAD_SHARD_BYTES = 5_000_000_000
@@ -69,6 +70,7 @@ class GraftPlan:
     base_fingerprint: dict[str, Any]
     head_metadata: dict[str, Any]
     mismatches: tuple[str, ...]
+    text_only: TextOnly | None
     base_files: dict[str, bytes | None]
     source_state: tuple[tuple[str, int, int], ...]
 
@@ -78,7 +80,9 @@ def plan_graft(
     head: Path,
     *,
     out: Path | None = None,
+    overwrite: bool = True,
     allow_mismatch: bool = False,
+    text_only: bool = False,
     head_shard_bytes: int = HEAD_SHARD_BYTES,
 ) -> GraftPlan:
     """Plan a graft of the head folder `head` onto the checkpoint `base`.
@@ -87,7 +91,9 @@ def plan_graft(
         base: a Qwen3.5-like checkpoint; never written to.
         head: a head folder (`head.json`, `mtp.safetensors`).
         out: where the result will go; refused here if it would touch an input.
+        overwrite: whether `out` may exist.
         allow_mismatch: graft a head that was made for another base; recorded in the manifest.
+        text_only: leave the vision tower out.
         head_shard_bytes: at most this many tensor bytes in one head shard.
 
     Raises:
@@ -95,7 +101,7 @@ def plan_graft(
     """
     base, head = Path(base), Path(head)
     if out is not None:
-        check_output(out, overwrite=True, sources=[base, head])
+        check_output(out, overwrite=overwrite, sources=[base, head])
     checkpoint = Checkpoint(base)
     checkpoint.require_supported()
     base_tensor_names(checkpoint)
@@ -104,27 +110,29 @@ def plan_graft(
     # Before completeness: a head of another base has wrong shapes, and this is the better reason.
     mismatches = fingerprint_differences(folder.metadata["base_fingerprint"], fingerprint)
     if mismatches and not allow_mismatch:
-        raise UserError(
-            f"a head trained on {base}",
-            f"one for another base: {'; '.join(mismatches)}",
-            "train a head on this base, or pass --allow-mismatch",
-        )
+        raise _mismatch(base, mismatches)
     _require_sound_head(checkpoint, folder)
 
-    old = set(checkpoint.head_names)
-    kept = tuple(name for name in checkpoint.names if name not in old)
-    placed = plan_head(checkpoint, folder, map(checkpoint.info, kept), checkpoint.config)
+    text = plan_text_only(checkpoint) if text_only else None
+    start = text.config if text else checkpoint.config
+    gone = {*checkpoint.head_names, *(text.dropped if text else ())}
+    kept = tuple(name for name in checkpoint.names if name not in gone)
+    placed = plan_head(checkpoint, folder, map(checkpoint.info, kept), start)
+    config, quant_file = placed.config, placed.quant_file
+    if text:
+        config, quant_file = without_vision(config), quant_file and without_vision(quant_file)
     new = {info.name for info in placed.tensors}
-    kept_shards, written = _plan_shards(checkpoint)
+    kept_shards, written = _plan_shards(checkpoint, gone)
     reemitted = tuple(shard.name for shard in written)
     taken = [*kept_shards, *reemitted]
     written += _head_shards(placed.tensors, taken, head_shard_bytes)
-    changes = differences(checkpoint.config, placed.config)
-    changes += [f"{QUANT_FILE} {c}" for c in _quant_file_changes(checkpoint, placed.quant_file)]
-    copied, left_out = _other_files(checkpoint)
+    changes = _flattening(checkpoint.config, start) + differences(start, config)
+    changes += [f"{QUANT_FILE} {c}" for c in _quant_file_changes(checkpoint, quant_file)]
+    copied, left_out = _other_files(checkpoint, text.left_out_files if text else ())
     base_files = {name: _content(base / name) for name in BASE_FILES}
     sources = [*(base / name for name in checkpoint.shards), *_shard_paths(folder.infos())]
     sources += [base / name for name, content in base_files.items() if content is not None]
+    sources += [base / name for name in copied]
     return GraftPlan(
         base=base, head=head, num_layers=folder.num_layers, form=placed.form,
         kept=kept,
@@ -134,12 +142,12 @@ def plan_graft(
         kept_shards=kept_shards, written_shards=written, reemitted_shards=reemitted,
         removed_shards=tuple(n for n in checkpoint.shards if n not in {*kept_shards, *reemitted}),
         copied_files=copied, left_out_files=left_out,
-        config=placed.config, quant_file=placed.quant_file, config_changes=tuple(changes),
+        config=config, quant_file=quant_file, config_changes=tuple(changes),
         index_metadata=checkpoint.index_metadata,
         kept_bytes=sum(checkpoint.info(n).nbytes for n in kept),
         head_bytes=sum(info.nbytes for info in placed.tensors),
         base_fingerprint=fingerprint, head_metadata=folder.metadata, mismatches=tuple(mismatches),
-        base_files=base_files, source_state=source_state(sources),
+        text_only=text, base_files=base_files, source_state=source_state(sources),
     )  # fmt: skip
 
 
@@ -150,6 +158,28 @@ def source_state(paths: Iterable[Path]) -> tuple[tuple[str, int, int], ...]:
 
 def _content(path: Path) -> bytes | None:
     return path.read_bytes() if path.exists() else None
+
+
+def _mismatch(base: Path, differences: list[str]) -> UserError:
+    quantized = all(line.startswith("quantization") for line in differences)
+    kind = "the same base in another quantization" if quantized else "another base"
+    return UserError(
+        f"a head trained on {base}",
+        f"one for {kind}: {'; '.join(differences)}",
+        "train a head on this base, or pass --allow-mismatch, knowing that fewer drafts may be "
+        "accepted (the manifest and the model card will say so)",
+    )
+
+
+def _flattening(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """In one line, what making a config text-only changed."""
+    if old is new:
+        return []
+    removed = sorted(old.keys() - new.keys())
+    return [
+        f"text_config made flat: architectures {old['architectures']} -> {new['architectures']}, "
+        f"model_type {old['model_type']} -> {new['model_type']}; removed {', '.join(removed)}"
+    ]
 
 
 def _require_sound_head(checkpoint: Checkpoint, folder: HeadFolder) -> None:
@@ -170,12 +200,13 @@ def _require_sound_head(checkpoint: Checkpoint, folder: HeadFolder) -> None:
         )
 
 
-def _plan_shards(checkpoint: Checkpoint) -> tuple[tuple[str, ...], tuple[ShardPlan, ...]]:
-    """Base shards without head tensors are kept whole; mixed ones are re-emitted without them."""
+def _plan_shards(
+    checkpoint: Checkpoint, gone: set[str]
+) -> tuple[tuple[str, ...], tuple[ShardPlan, ...]]:
+    """Base shards that lose no tensor are kept whole; mixed ones are re-emitted without them."""
     kept, written = [], []
-    head_names = set(checkpoint.head_names)
     for name, header in checkpoint.shards.items():
-        trunk = tuple(i for n, i in header.items() if n not in head_names)
+        trunk = tuple(i for n, i in header.items() if n not in gone)
         if len(trunk) == len(header):
             kept.append(name)
         elif trunk:
@@ -216,12 +247,15 @@ def _shard_paths(infos: Iterable[TensorInfo]) -> list[Path]:
     return list(dict.fromkeys(info.shard for info in infos))
 
 
-def _other_files(checkpoint: Checkpoint) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _other_files(
+    checkpoint: Checkpoint, unneeded: Iterable[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     copied, left_out = [], []
     for path in sorted(checkpoint.folder.iterdir()):
         if path.name in REWRITTEN or path.name in checkpoint.shards:
             continue
         unwanted = path.suffix in OTHER_WEIGHTS or path.name.endswith(".index.json")
+        unwanted = unwanted or path.name in unneeded
         if path.is_file() and not unwanted and not path.name.startswith("."):
             copied.append(path.name)
         else:

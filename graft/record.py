@@ -60,6 +60,7 @@ def graft_manifest(
             "config": list(plan.config_changes),
             "left_out": list(plan.left_out_files),
         },
+        "text_only": plan.text_only and plan.text_only.as_dict(),
         "files": {
             name: {
                 "sha256": digests[name],

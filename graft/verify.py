@@ -15,6 +15,7 @@ from graft.layout import base_tensor_names, count_head_layers, count_key, declar
 from graft.manifest import MANIFEST_NAME, SCHEMA_VERSION, file_digests, read_manifest
 from graft.reader import HEAD_PREFIX, Checkpoint
 from graft.schemes import precision_problems
+from graft.text_only import VISION_PREFIXES
 
 Status = Literal["pass", "fail", "skip"]
 NO_HEAD = "no head, and none declared: a base"
@@ -173,7 +174,10 @@ def _shape_problems(grafted: Checkpoint, num_layers: int) -> list[str] | str:
 def _base_problems(grafted: Checkpoint, base: Checkpoint | None) -> list[str] | str:
     if base is None:
         return "no base given to compare with"
-    trunk = [name for name in base.names if not name.startswith(HEAD_PREFIX)]
+    left_out: tuple[str, ...] = (HEAD_PREFIX,)
+    if is_multimodal(base.config) and not is_multimodal(grafted.config):
+        left_out = (HEAD_PREFIX, *VISION_PREFIXES)  # a text-only graft
+    trunk = [name for name in base.names if not name.startswith(left_out)]
     ours = {name for name in grafted.names if not name.startswith(HEAD_PREFIX)}
     problems = [f"{name} is missing" for name in trunk if name not in ours]
     problems += [f"{name} is not in the base" for name in sorted(ours - set(trunk))]

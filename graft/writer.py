@@ -1,29 +1,37 @@
-"""Carry out a plan: stage, link or copy the base's shards, stream the head, rename into place.
+"""Carry out a plan: link or copy the base's shards, stream the head, rename into place.
 
 Shards are written by hand (header, then byte ranges copied from where the plan says), so that a
 graft needs a few MB of memory whatever the size of its tensors, and no dtype is ever interpreted.
+Links come first, because they take no space: what is left to copy is then known exactly, and a
+disk that is too small is refused before the first byte.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
-from graft.convert import PlannedTensor
-from graft.errors import UserError
+from graft.convert import MadeTensor, PlannedTensor
 from graft.index import INDEX_NAME, TensorInfo, index_of, write_json
 from graft.manifest import MANIFEST_NAME
+from graft.place import (
+    FULL,
+    Link,
+    changed,
+    copy_file,
+    copy_range,
+    no_space,
+    require_space,
+    share_files,
+)
 from graft.plan import QUANT_FILE, GraftPlan, source_state
-from graft.reader import CHUNK_BYTES, TensorStore
+from graft.plan_report import bytes_written, change_lines, tensor_lines
+from graft.reader import TensorStore
 from graft.record import graft_manifest
 from graft.staging import staged_folder
-
-Link = Literal["auto", "hard", "copy"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,25 +43,25 @@ class GraftResult:
     manifest: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """The result for `--json`."""
-        return {"out": str(self.out), "head_folder": str(self.plan.head), **self.manifest}
+        """The result for `--json`: the manifest but for the base's old files, which are long."""
+        manifest = {key: value for key, value in self.manifest.items() if key != "base_files"}
+        return {"out": str(self.out), "head_folder": str(self.plan.head), **manifest}
 
     def as_text(self) -> str:
         """The result for people: which head went in, in which form, and what became of the base."""
         plan, files = self.plan, self.manifest["files"]
-        linked = sum(file["storage"] == "hard-link" for file in files.values())
+        stored = [files[name]["storage"] for name in plan.kept_shards]
+        kinds = [f"{stored.count(kind)} {kind}" for kind in sorted(set(stored))]
         lines = [
-            f"{self.out}: head {plan.head} ({plan.num_layers} layers, {plan.form}, "
-            f"{plan.head_bytes / 1e6:.1f} MB) on base {plan.base}",
-            f"  base: {len(plan.kept)} tensors kept ({plan.kept_bytes / 1e6:.1f} MB); "
-            f"{len(plan.kept_shards)} shards untouched, {linked} of them hard-linked to the base",
-            f"  head: {len(plan.added)} tensors added, {len(plan.replaced)} replaced, "
-            f"{len(plan.dropped)} old ones dropped",
+            f"{self.out}: grafted",
+            *tensor_lines(plan),
+            f"  base shards: {len(stored)} untouched ({', '.join(kinds) or 'none'}), "
+            f"{len(plan.reemitted_shards)} re-emitted without what left, "
+            f"{len(plan.removed_shards)} left out",
         ]
-        lines += [f"  config: {change[:160]}" for change in plan.config_changes]
-        lines += [f"  mismatch allowed: {difference}" for difference in plan.mismatches]
-        lines += [f"  left out: {name}" for name in plan.left_out_files]
-        return "\n".join(lines)
+        if "hard-link" in stored:
+            lines.append("  a hard link is the base's own file: edit it in place and both change")
+        return "\n".join([*lines, *change_lines(plan)])
 
 
 def write_graft(
@@ -70,31 +78,48 @@ def write_graft(
         plan: from `plan_graft`.
         out: the folder to make.
         overwrite: replace an existing `out`.
-        link: hard-link kept shards (`hard`), copy them (`copy`), or link where possible (`auto`).
+        link: how kept shards are placed; see `graft/place.py`.
         tool: name and version of the tool, recorded in the manifest.
 
     Raises:
-        UserError: if `out` may not be written, or base or head changed since they were planned.
+        UserError: if `out` may not be written or its disk is too small, if a demanded kind of link
+            can't be made, or if base or head changed since they were planned.
     """
-    with staged_folder(out, overwrite=overwrite, sources=[plan.base, plan.head]) as staging:
-        _require_unchanged(plan)
-        storage: dict[str, str] = {}
-        for name in plan.kept_shards:
-            storage[name] = _place_shard(plan.base / name, staging / name, link)
-        for shard in plan.written_shards:
-            write_shard(staging / shard.name, shard.tensors)
-        for name in plan.copied_files:
-            shutil.copyfile((plan.base / name).resolve(), staging / name)
-        write_json(staging / "config.json", plan.config)
-        if plan.quant_file is not None:
-            write_json(staging / QUANT_FILE, plan.quant_file)
-        tensors = _reopen(plan, staging)
-        write_json(staging / INDEX_NAME, index_of(tensors.infos(), plan.index_metadata))
-        storage |= dict.fromkeys(plan.copied_files, "copy")
-        manifest = graft_manifest(plan, staging, tensors, storage, tool)
-        write_json(staging / MANIFEST_NAME, manifest)
-        _require_unchanged(plan)
+    try:
+        with staged_folder(out, overwrite=overwrite, sources=[plan.base, plan.head]) as staging:
+            _require_unchanged(plan)
+            storage = _place_shards(plan, staging, link)
+            for shard in plan.written_shards:
+                write_shard(staging / shard.name, shard.tensors)
+            for name in plan.copied_files:
+                copy_file(plan.base / name, staging / name)
+                storage[name] = "copy"
+            write_json(staging / "config.json", plan.config)
+            if plan.quant_file is not None:
+                write_json(staging / QUANT_FILE, plan.quant_file)
+            tensors = _reopen(plan, staging)
+            write_json(staging / INDEX_NAME, index_of(tensors.infos(), plan.index_metadata))
+            manifest = graft_manifest(plan, staging, tensors, storage, tool)
+            write_json(staging / MANIFEST_NAME, manifest)
+            _require_unchanged(plan)
+    except OSError as error:
+        if error.errno in FULL:
+            raise no_space(out, "enough", "a disk that another writer filled meanwhile") from error
+        raise
     return GraftResult(out=Path(out), plan=plan, manifest=manifest)
+
+
+def _place_shards(plan: GraftPlan, staging: Path, link: Link) -> dict[str, str]:
+    """Link the base's untouched shards, or copy them; how each is stored, by name."""
+    storage: dict[str, str] = {}
+    pairs = [(plan.base / name, staging / name) for name in plan.kept_shards]
+    storage |= share_files(pairs, link)
+    left = [pair for pair in pairs if pair[1].name not in storage]
+    require_space(staging, bytes_written(plan) + sum(old.stat().st_size for old, _ in left))
+    for source, target in left:
+        copy_file(source, target)
+        storage[target.name] = "copy"
+    return storage
 
 
 def write_shard(path: Path, tensors: Iterable[PlannedTensor]) -> None:
@@ -114,53 +139,49 @@ def write_shard(path: Path, tensors: Iterable[PlannedTensor]) -> None:
     raw += b" " * (-len(raw) % 8)
     with path.open("xb") as target:
         target.write(len(raw).to_bytes(8, "little") + raw)
-        for info in tensors:
-            if isinstance(info, TensorInfo):
-                with info.shard.open("rb") as source:
-                    source.seek(info.offset)
-                    _copy(source.read, target.write, info)
-            else:
-                target.writelines(info.chunks())
+        for part in _parts(tensors):
+            if not isinstance(part, ByteRange):
+                target.writelines(part.chunks())
+                continue
+            target.flush()  # the copy goes past the buffer
+            with part.file.open("rb") as source:
+                if not copy_range(source.fileno(), part.offset, target.fileno(), part.nbytes):
+                    raise changed(part.file)
 
 
-def _copy(read: Callable[[int], bytes], write: Callable[[bytes], int], info: TensorInfo) -> None:
-    left = info.nbytes
-    while left:
-        chunk = read(min(CHUNK_BYTES, left))
-        if not chunk:
-            raise _changed(info.shard)
-        left -= len(chunk)
-        write(chunk)
+class ByteRange(NamedTuple):
+    """Bytes of a file, as many neighbouring tensors as there are."""
+
+    file: Path
+    offset: int
+    nbytes: int
 
 
-def _place_shard(source: Path, target: Path, link: Link) -> str:
-    source = source.resolve()  # the hub cache's snapshots are links to blobs
-    if link != "copy":
-        try:
-            os.link(source, target)
-            return "hard-link"
-        except OSError as error:
-            if link == "hard":
-                raise UserError(
-                    f"a file system that can hard-link {source}",
-                    error.strerror or str(error),
-                    "pass link='copy'",
-                ) from error
-    shutil.copyfile(source, target)
-    return "copy"
+def _parts(tensors: Iterable[PlannedTensor]) -> list[ByteRange | MadeTensor]:
+    """What to write, neighbours in one file joined.
+
+    A head of 12,344 tensors in one file is then one copy and not as many.
+    """
+    parts: list[ByteRange | MadeTensor] = []
+    for info in tensors:
+        last = parts[-1] if parts else None
+        if not isinstance(info, TensorInfo):
+            parts.append(info)
+        elif isinstance(last, ByteRange) and (last.file, last.offset + last.nbytes) == (
+            info.shard,
+            info.offset,
+        ):
+            parts[-1] = last._replace(nbytes=last.nbytes + info.nbytes)
+        else:
+            parts.append(ByteRange(info.shard, info.offset, info.nbytes))
+    return parts
 
 
 def _require_unchanged(plan: GraftPlan) -> None:
     for name, size, time in plan.source_state:
         path = Path(name)
         if not path.exists() or source_state([path]) != ((name, size, time),):
-            raise _changed(path)
-
-
-def _changed(path: Path) -> UserError:
-    return UserError(
-        f"{path} as it was when the graft was planned", "a changed file", "run the graft again"
-    )
+            raise changed(path)
 
 
 def _reopen(plan: GraftPlan, staging: Path) -> TensorStore:

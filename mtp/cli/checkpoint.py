@@ -10,7 +10,19 @@ from typing import Annotated
 import typer
 
 from mtp import __version__
-from mtp.cli.options import AsJson, Base, Data, Head, Out, Overwrite, RecipeFile, Report, emit
+from mtp.cli.options import (
+    AsJson,
+    Base,
+    Data,
+    Head,
+    LinkKind,
+    Out,
+    Overwrite,
+    RecipeFile,
+    Report,
+    emit,
+    parse_size,
+)  # fmt: skip
 
 
 def graft_command(
@@ -20,6 +32,18 @@ def graft_command(
     allow_mismatch: Annotated[
         bool, typer.Option("--allow-mismatch", help="Graft a head trained on another base.")
     ] = False,
+    text_only: Annotated[
+        bool, typer.Option("--text-only", help="Leave the vision tower out.")
+    ] = False,
+    link: Annotated[
+        LinkKind, typer.Option(help="How untouched shards are placed; auto: hard, reflink, copy.")
+    ] = LinkKind.auto,
+    head_shard_size: Annotated[
+        int, typer.Option(parser=parse_size, metavar="SIZE", help="Largest shard of the head.")
+    ] = "5GB",  # type: ignore[assignment]
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan and write nothing.")
+    ] = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -28,10 +52,19 @@ def graft_command(
     Example: mtp graft --base base --head head-nvfp4 --out grafted
     """
     from graft.plan import plan_graft
+    from graft.plan_report import report_plan
     from graft.writer import write_graft
 
-    plan = plan_graft(base, head, out=out, allow_mismatch=allow_mismatch)
-    result = write_graft(plan, out, overwrite=overwrite, tool=f"mtp-graft {__version__}")
+    plan = plan_graft(
+        base, head, out=out, overwrite=overwrite, allow_mismatch=allow_mismatch,
+        text_only=text_only, head_shard_bytes=head_shard_size,
+    )  # fmt: skip
+    tool = f"mtp-graft {__version__}"
+    result = (
+        report_plan(plan, out, link.value)
+        if dry_run
+        else write_graft(plan, out, overwrite=overwrite, link=link.value, tool=tool)
+    )
     print(json.dumps(result.as_dict(), indent=1) if as_json else result.as_text())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -26,6 +27,27 @@ class Runtime(StrEnum):
 
     routed = "routed"
     stock = "stock"
+
+
+class LinkKind(StrEnum):
+    """The kinds of `graft.place.Link`, as the command line needs them."""
+
+    auto = "auto"
+    hard = "hard"
+    reflink = "reflink"
+    copy = "copy"
+
+
+def parse_size(text: str) -> int:
+    """A size as people write it, in bytes: 5GB and 5G are decimal, 5GiB is binary."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", text.strip(), re.I)
+    size = 0
+    if found:
+        unit = 1024 if found[3] else 1000
+        size = int(float(found[1]) * unit ** (" KMGT".index((found[2] or " ").upper())))
+    if not size:
+        raise typer.BadParameter(f"{text!r} is not a size, such as 5GB or 500MiB")
+    return size
 
 
 def emit(result: dict[str, Any], as_json: bool, report: Path | None, table: Any) -> None:

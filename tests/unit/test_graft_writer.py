@@ -130,21 +130,21 @@ def test_kept_shards_are_linked_or_copied_and_the_manifest_says_so(tmp_path, lin
     assert set(manifest["files"]) == {p.name for p in result.out.iterdir()} - {
         "graft.manifest.json"
     }
-    assert "hard-linked" in result.as_text() and str(head) in result.as_text()
+    assert storage in result.as_text() and str(head) in result.as_text()
 
 
 def test_links_fall_back_to_copies_or_fail_when_demanded(tmp_path, monkeypatch):
     base = write_base(tmp_path / "base")
     head = write_tiny_head(tmp_path / "head", base)
 
-    def refuse(source, target):
+    def refuse(source, target, **keywords):
         raise OSError(18, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "link", refuse)
     result = graft(base, head, tmp_path / "out")
     assert verify_graft(result.out, base).ok
     assert "hard-link" not in {f["storage"] for f in result.manifest["files"].values()}
-    with pytest.raises(UserError, match="link='copy'"):
+    with pytest.raises(UserError, match="--link auto, or --link copy"):
         graft(base, head, tmp_path / "hard", link="hard")
     assert not (tmp_path / "hard").exists()
 
@@ -173,10 +173,10 @@ def test_bug_E5_a_base_that_changes_after_planning_fails_the_graft(tmp_path):
 def test_bug_A6_a_failure_between_the_steps_leaves_nothing(tmp_path, monkeypatch):
     base = write_base(tmp_path / "base")
     plan = plan_graft(base, write_tiny_head(tmp_path / "head", base))
-    for step in ("_place_shard", "write_shard", "index_of", "graft_manifest"):
+    for step in ("share_files", "write_shard", "index_of", "graft_manifest"):
         with monkeypatch.context() as patch:
 
-            def fail(*arguments):
+            def fail(*arguments, **keywords):
                 raise RuntimeError("injected")
 
             patch.setattr(writer, step, fail)
