@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from graft.errors import UserError
-from graft.ignore import is_multimodal
+from graft.modules import is_multimodal
 from graft.reader import Checkpoint
 
 VISION_PREFIXES = ("model.visual.", "visual.")

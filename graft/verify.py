@@ -13,6 +13,7 @@ from graft.head_check import shape_problems, value_problems
 from graft.index import INDEX_NAME, index_of
 from graft.layout import base_tensor_names, count_head_layers, count_key, declared_layers
 from graft.manifest import MANIFEST_NAME, SCHEMA_VERSION, file_digests, read_manifest
+from graft.modules import is_multimodal
 from graft.reader import HEAD_PREFIX, Checkpoint
 from graft.schemes import precision_problems
 from graft.text_only import VISION_PREFIXES
