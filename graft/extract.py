@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from graft.errors import UserError
-from graft.formats import FORMS, NVFP4_BLOCK, Form, head_form
-from graft.head_check import shape_problems, value_problems
+from graft.formats import NVFP4_BLOCK, Form, head_form
+from graft.head_check import is_fp8_block, shape_problems, value_problems
 from graft.index import write_json
 from graft.layout import count_head_layers, declared_layers
 from graft.manifest import (
@@ -98,13 +98,13 @@ def _require_sound_head(source: Checkpoint) -> tuple[int, Form]:
             f"{declared_layers(source.config) or 0} MTP layers declared, none there",
             "give a checkpoint that holds its head; `mtp inspect` shows what is in one",
         )
-    form = head_form(source.head_names)
-    if form not in FORMS:
+    if is_fp8_block(source):
         raise UserError(
-            f"a head in one of the forms {', '.join(FORMS)}",
-            f"{form} in {source.folder}",
-            "extract it from the checkpoint that it was converted from",
+            "a head in BF16 or NVFP4",
+            f"one in FP8 blocks in {source.folder}",
+            "extract it from the BF16 checkpoint",
         )
+    form = head_form(source.head_names)
     problems = shape_problems(source, source.text_config, num_layers, form)
     problems = problems or value_problems(source)
     if problems:
@@ -122,14 +122,14 @@ def _metadata(
     """head.json: what the graft remembered of the head, or what the checkpoint itself says."""
     head = read_manifest(source.folder)["head"] if grafted else {}
     quantization = head.get("quantization")
-    if form == "nvfp4-modelopt" and quantization is None:
+    if form.startswith("nvfp4") and quantization is None:
         quantization = {"quant_algo": "NVFP4", "group_size": NVFP4_BLOCK}
     return head_metadata(
         num_layers=num_layers,
         form=form,
         text_config=source.text_config,
         base_fingerprint=head.get("base_fingerprint") or base_fingerprint(source),
-        quantization=quantization if form == "nvfp4-modelopt" else None,
+        quantization=quantization if form.startswith("nvfp4") else None,
         acceptance=head.get("acceptance"),
         provenance={
             **(head.get("provenance") or {}),

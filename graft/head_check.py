@@ -15,6 +15,7 @@ from graft.formats import NVFP4_SCALES, Form, head_tensors
 from graft.reader import HEAD_PREFIX, TensorStore
 from graft.values import FLOAT_DTYPES, float_values
 
+FP8_BLOCK_SCALE = ".weight_scale_inv"
 MAX_WEIGHT = 2688.0
 """No trained weight is this large; a forgotten reciprocal makes the largest one far larger."""
 # The largest weight that a tensor scale allows: code 6, block scale 448.
@@ -25,11 +26,25 @@ LARGEST: dict[str, Callable[[float], float]] = {
 
 
 def shape_problems(
-    store: TensorStore, text_config: Mapping[str, Any], num_layers: int, form: Form
+    store: TensorStore,
+    text_config: Mapping[str, Any],
+    num_layers: int,
+    form: Form,
+    *,
+    fp8_block: bool = False,
 ) -> list[str]:
-    """Missing, unexpected and misshapen head tensors, all of them, from headers alone."""
+    """Missing, unexpected and misshapen head tensors, all of them, from headers alone.
+
+    With `fp8_block`, matrices may be F8_E4M3 beside a `weight_scale_inv`, as Qwen3.6-FP8 ships its
+    own head; such a head is never written here.
+    """
     wanted = head_tensors(text_config, num_layers, form)
     present = [name for name in store.names if name.startswith(HEAD_PREFIX)]
+    if fp8_block:
+        scales = {name for name in present if name.endswith(FP8_BLOCK_SCALE)}
+        present = [name for name in present if name not in scales]
+        for name in {scale.removesuffix("_scale_inv") for scale in scales} & wanted.keys():
+            wanted[name] = ("F8_E4M3", wanted[name][1])
     problems = [f"{name} is missing" for name in wanted.keys() - set(present)]
     for name in present:
         if store.info(name).dtype == "U8" and len(store.info(name).shape) > 2:
@@ -78,3 +93,8 @@ def value_problems(store: TensorStore) -> list[str]:
             f"model adds, so subtract 1 from all norms of the head"
         )
     return problems
+
+
+def is_fp8_block(store: TensorStore) -> bool:
+    """Whether the head's matrices are FP8 in blocks."""
+    return any(n.startswith(HEAD_PREFIX) and n.endswith(FP8_BLOCK_SCALE) for n in store.names)

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from graft.errors import UserError
-from graft.formats import describe_quantization, head_form
-from graft.head_check import shape_problems
+from graft.formats import head_form
+from graft.head_check import is_fp8_block, shape_problems
 from graft.index import index_of
 from graft.layout import (
     TRUNK_PREFIXES,
@@ -34,7 +34,7 @@ from graft.layout import (
 from graft.manifest import MANIFEST_NAME
 from graft.modules import is_multimodal
 from graft.reader import HEAD_PREFIX, Checkpoint
-from graft.schemes import precision_problems
+from graft.schemes import precision_problems, read_statement
 from graft.values import FLOAT_DTYPES, float_values
 
 SCHEMA_VERSION = 1
@@ -99,7 +99,7 @@ class Inspection:
     num_shards: int
     num_tensors: int
     bytes_by_dtype: dict[str, int]
-    quantization: dict[str, Any] | None
+    quantization: str | None
     declared_layers: int | None
     head: HeadFacts | None
     speculation: SpeculationFacts | None
@@ -119,14 +119,13 @@ class Inspection:
         """The inspection for people: a line a topic, each problem with its first ten details."""
         kind = "multimodal" if self.multimodal else "text-only"
         made = "; grafted by mtp-graft" if self.grafted else ""
-        quantized = self.quantization or {}
         dtypes = ", ".join(f"{d} {_size(n)}" for d, n in self.bytes_by_dtype.items())
         rows = [
             ("model", f"{self.family or 'not supported'} ({self.model_type}), {kind}, "
                       f"{self.config} config{made}"),
             ("weights", f"{self.storage}; {self.num_tensors} tensors, {dtypes}"),
             ("trunk", f"{self.trunk_prefix or 'not found'}*, experts: {self.trunk_experts}"),
-            ("quantized", " ".join(str(v) for v in quantized.values() if v) or "no"),
+            ("quantized", self.quantization or "no"),
             ("head", self._head_words()),
         ]  # fmt: skip
         if self.speculation:
@@ -210,7 +209,10 @@ def _problems(checkpoint: Checkpoint, num_layers: int) -> Iterator[Problem]:
     if checkpoint.head_names:
         form = head_form(checkpoint.head_names)
         try:
-            wrong = shape_problems(checkpoint, checkpoint.text_config, max(num_layers, 1), form)
+            wrong = shape_problems(
+                checkpoint, checkpoint.text_config, max(num_layers, 1), form,
+                fp8_block=is_fp8_block(checkpoint),
+            )  # fmt: skip
         except UserError as error:
             wrong = [str(error)]
         if wrong:
@@ -287,7 +289,7 @@ def _head_facts(checkpoint: Checkpoint, num_layers: int, problems: list[Problem]
     infos = [checkpoint.info(name) for name in checkpoint.head_names]
     return HeadFacts(
         num_layers=num_layers,
-        form=head_form(checkpoint.head_names),
+        form="fp8-block" if is_fp8_block(checkpoint) else head_form(checkpoint.head_names),
         num_tensors=len(infos),
         num_bytes=sum(info.nbytes for info in infos),
         shards=tuple(sorted({info.shard.name for info in infos})),
@@ -323,11 +325,12 @@ def _tokens_words(max_free: int | None) -> str:
     return f"{limit}; always give it (vllm#55323)"
 
 
-def _quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
+def _quantization(checkpoint: Checkpoint) -> str | None:
     try:
-        return describe_quantization(checkpoint)
-    except UserError:
-        return None
+        name = read_statement(checkpoint).name
+    except UserError as error:
+        return error.found
+    return None if name == "none" else name
 
 
 def _trunk_experts(checkpoint: Checkpoint) -> Literal["fused", "per expert", "none"]:

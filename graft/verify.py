@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from graft.errors import UserError
 from graft.formats import head_form
-from graft.head_check import shape_problems, value_problems
+from graft.head_check import is_fp8_block, shape_problems, value_problems
 from graft.index import INDEX_NAME, index_of
 from graft.layout import base_tensor_names, count_head_layers, count_key, declared_layers
 from graft.manifest import MANIFEST_NAME, SCHEMA_VERSION, file_digests, read_manifest
@@ -169,7 +169,9 @@ def _shape_problems(grafted: Checkpoint, num_layers: int) -> list[str] | str:
     if not num_layers and isinstance(_count_problems(grafted, 0), str):
         return NO_HEAD
     form = head_form(grafted.head_names)
-    return shape_problems(grafted, grafted.text_config, max(num_layers, 1), form)
+    return shape_problems(
+        grafted, grafted.text_config, max(num_layers, 1), form, fp8_block=is_fp8_block(grafted)
+    )
 
 
 def _base_problems(grafted: Checkpoint, base: Checkpoint | None) -> list[str] | str:

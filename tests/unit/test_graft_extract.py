@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import BASES, write_base, write_tiny_head
+from tiny_quantized import QUANTIZED
 
 from graft.errors import UserError
 from graft.extract import extract_head
@@ -40,6 +41,27 @@ def test_graft_extract_graft_gives_the_same_head(tmp_path, form):
     twice = write_graft(plan_graft(base, tmp_path / "again"), tmp_path / "twice").out
     assert bytes_of(Checkpoint(twice)) == bytes_of(Checkpoint(once))
     assert (twice / "config.json").read_bytes() == (once / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("name", [n for n in QUANTIZED if "FP8" not in n])
+def test_heads_converted_for_a_quantized_base_come_out_as_they_lie_there(tmp_path, name):
+    base = write_base(tmp_path / "base", quantized=name)
+    head = write_tiny_head(tmp_path / "head", base, form="nvfp4-modelopt")
+    once = write_graft(plan_graft(base, head), tmp_path / "once").out
+    result = extract_head(once, tmp_path / "again")
+    assert result.form.startswith("nvfp4") and HeadFolder(tmp_path / "again").form == result.form
+    twice = write_graft(plan_graft(base, tmp_path / "again"), tmp_path / "twice").out
+    assert bytes_of(Checkpoint(twice)) == bytes_of(Checkpoint(once))
+    assert (twice / "config.json").read_bytes() == (once / "config.json").read_bytes()
+
+
+def test_an_fp8_head_is_refused_by_name(tmp_path):
+    base = write_base(tmp_path / "base", declared=1, head_layers=1, head_place="standalone")
+    tensors = load_file(base / "mtp.safetensors")
+    scale = {"mtp.layers.0.self_attn.q_proj.weight_scale_inv": torch.ones(1, 1)}
+    save_file(tensors | scale, base / "mtp.safetensors")
+    with pytest.raises(UserError, match="FP8 blocks"):
+        extract_head(base, tmp_path / "head")
 
 
 @pytest.mark.parametrize("name", [n for n in BASES if BASES[n].get("head_layers")])

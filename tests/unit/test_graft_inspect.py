@@ -10,7 +10,8 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import BASES, write_base, write_tiny_head
+from tiny import BASES, random_head, write_base, write_tiny_head
+from tiny_quantized import QUANTIZED, quantize_matrix
 from typer.testing import CliRunner
 
 from graft.formats import head_tensors
@@ -149,6 +150,50 @@ def test_an_nvfp4_graft_is_described_and_its_exclusion_list_checked(tmp_path):
     edit_json(out / "config.json", exclude_all)
     (problem, *_) = inspect_checkpoint(out).problems
     assert problem.severity == "error" and "quantization config" in problem.what
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_bases_and_grafts_on_them_have_no_errors(tmp_path, name):
+    base = write_base(tmp_path / "base", quantized=name)
+    inspection = inspect_checkpoint(base)
+    assert not inspection.problems and inspection.quantization
+    form = "bf16-fused" if "FP8" in name else "nvfp4-modelopt"
+    head = write_tiny_head(tmp_path / "head", base, form=form)
+    out = write_graft(plan_graft(base, head), tmp_path / "out").out
+    inspection = inspect_checkpoint(out)
+    assert not inspection.problems and inspection.head.complete
+
+
+def test_the_fp8_head_that_qwen_ships_is_whole(tmp_path):
+    base = write_base(tmp_path / "base", quantized="FP8 block", declared=1)
+    config = json.loads((base / "config.json").read_text())["text_config"]
+    head = random_head(config, 1, "bf16-per-expert")
+    stored = {}
+    for name, tensor in head.items():
+        module = name.removesuffix(".weight")
+        is_fp8 = "_proj" in name
+        stored |= quantize_matrix(module, tensor, "fp8-block") if is_fp8 else {name: tensor}
+    save_file(stored, base / "mtp.safetensors")
+    index = base / INDEX_NAME
+    gates = ["mtp.layers.0.mlp.gate", "mtp.layers.0.mlp.shared_expert_gate"]
+
+    def list_gates(config):
+        config["quantization_config"]["modules_to_not_convert"] += gates
+
+    edit_json(base / "config.json", list_gates)
+
+    def add(value):
+        value["weight_map"] |= dict.fromkeys(stored, "mtp.safetensors")
+        value["metadata"]["total_size"] += sum(t.nbytes for t in stored.values())
+
+    edit_json(index, add)
+    inspection = inspect_checkpoint(base)
+    assert inspection.head.form == "fp8-block" and inspection.head.complete
+    assert not inspection.problems
+    del stored["mtp.layers.0.mlp.experts.1.up_proj.weight"]  # negative control
+    save_file(stored, base / "mtp.safetensors")
+    edit_json(index, lambda v: v["weight_map"].pop("mtp.layers.0.mlp.experts.1.up_proj.weight"))
+    assert not inspect_checkpoint(base).head.complete
 
 
 def test_unsupported_folders_are_described_too(tmp_path):
