@@ -32,7 +32,7 @@ QUANT_FILE = "hf_quant_config.json"
 HEAD_SHARD_BYTES = 5_000_000_000
 OTHER_WEIGHTS = (*PICKLE_SUFFIXES, ".safetensors", ".gguf", ".h5", ".msgpack", ".onnx")
 BASE_FILES = ("config.json", QUANT_FILE, INDEX_NAME)  # rewritten; the manifest keeps the old ones
-REWRITTEN = (*BASE_FILES, MANIFEST_NAME, "SHA256SUMS")
+OF_A_FOLDER = (MANIFEST_NAME, "SHA256SUMS")  # true of the base's folder only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,9 +252,13 @@ def _other_files(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     copied, left_out = [], []
     for path in sorted(checkpoint.folder.iterdir()):
-        if path.name in REWRITTEN or path.name in checkpoint.shards:
+        if path.name in BASE_FILES or path.name in checkpoint.shards:
             continue
-        unwanted = path.suffix in OTHER_WEIGHTS or path.name.endswith(".index.json")
+        unwanted = (
+            path.name in OF_A_FOLDER
+            or path.suffix in OTHER_WEIGHTS
+            or path.name.endswith(".index.json")
+        )
         unwanted = unwanted or path.name in unneeded
         if path.is_file() and not unwanted and not path.name.startswith("."):
             copied.append(path.name)

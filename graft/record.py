@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from graft.manifest import MANIFEST_SCHEMA, file_digests
+from graft.errors import UserError
+from graft.index import MAX_JSON_BYTES
+from graft.manifest import MANIFEST_NAME, MANIFEST_SCHEMA, file_digests
 from graft.plan import GraftPlan
 from graft.reader import HEAD_PREFIX, TensorStore
 
@@ -70,7 +72,15 @@ def graft_manifest(
             for name in names
         },
         "base_files": {name: packed(content) for name, content in plan.base_files.items()},
+        # What this folder no longer holds, so that a base given later can be proven to be the one.
+        "base_sha256": file_digests(plan.base, _lost_files(plan)),
     }
+
+
+def _lost_files(plan: GraftPlan) -> list[str]:
+    """Files of the base whose bytes are in no file of the graft, by what it did to them."""
+    unneeded = plan.text_only.left_out_files if plan.text_only else ()
+    return [*plan.reemitted_shards, *plan.removed_shards, *unneeded]
 
 
 def packed(content: bytes | None) -> dict[str, str] | None:
@@ -81,3 +91,25 @@ def packed(content: bytes | None) -> dict[str, str] | None:
         "sha256": hashlib.sha256(content).hexdigest(),
         "zlib_base64": base64.b64encode(zlib.compress(content, 9)).decode("ascii"),
     }
+
+
+def unpacked(value: Any, name: str) -> bytes | None:
+    """The inverse of `packed`, proven by its digest; UserError if a manifest holds anything else.
+
+    Args:
+        value: what the manifest holds for one file.
+        name: of the file, for the message.
+    """
+    if value is None:
+        return None
+    try:
+        stream = zlib.decompressobj()
+        content = stream.decompress(base64.b64decode(value["zlib_base64"]), MAX_JSON_BYTES)
+        sound = stream.eof and hashlib.sha256(content).hexdigest() == value["sha256"]
+    except (KeyError, TypeError, ValueError, zlib.error):
+        sound, content = False, b""
+    if not sound:
+        raise UserError(
+            f"the base's {name} in {MANIFEST_NAME}", "something else", "restore the manifest"
+        )
+    return content

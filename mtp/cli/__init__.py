@@ -19,6 +19,7 @@ from mtp.cli.head import eval_command, quantize_command, train_command
 from mtp.cli.inspect import inspect_command
 from mtp.cli.nano import nano_app
 from mtp.cli.release import release_app
+from mtp.cli.ungraft import ungraft_command
 
 app = typer.Typer(
     name="mtp",
@@ -35,6 +36,7 @@ app.command("quantize")(quantize_command)
 app.command("graft")(graft_command)
 app.command("verify")(verify_command)
 app.command("inspect")(inspect_command)
+app.command("ungraft")(ungraft_command)
 app.command("probe")(probe_command)
 app.add_typer(head_app, name="head")
 app.add_typer(release_app, name="release")

@@ -14,7 +14,7 @@ from mtp.cli import app
 COMMANDS = [
     (), ("data",), ("data", "prepare"), ("nano",), ("nano", "traces"), ("nano", "code"),
     ("nano", "base"), ("train",), ("eval",), ("quantize",), ("graft",), ("verify",), ("inspect",),
-    ("head",), ("head", "extract"), ("probe",), ("release",), ("release", "build"),
+    ("ungraft",), ("head",), ("head", "extract"), ("probe",), ("release",), ("release", "build"),
 ]  # fmt: skip
 
 
@@ -70,6 +70,7 @@ def test_wrong_usage_is_2():
         ("graft", "--base", "nowhere", "--out", "out"),
         ("verify", "nowhere"),
         ("inspect", "nowhere"),
+        ("ungraft", "nowhere", "--out", "out"),
         ("head", "extract", "nowhere", "--out", "out"),
         ("data", "prepare", "--base", "nowhere", "--source", "nothing", "--out", "out"),
         ("nano", "base", "--traces", "nothing", "--code", "nowhere", "--out", "out"),
