@@ -62,11 +62,15 @@ class Rules:
         """The layouts that vLLM can load if the list does not exclude `module`; None: any."""
         raise NotImplementedError
 
+    def resolved(self, module: LinearModule) -> frozenset[str] | None:
+        """The layouts that the config gives a module; None: any. ValueError as for `excludes`."""
+        return frozenset({UNQUANTIZED}) if self.excludes(module) else self.layouts(module)
+
     def expected(self, module: LinearModule) -> frozenset[str] | None:
         """The layouts that vLLM can load into a module; ValueError as for `excludes`."""
         if not module.is_head and module.prefix.endswith(NEVER_QUANTIZED):
             return frozenset({UNQUANTIZED})
-        return frozenset({UNQUANTIZED}) if self.excludes(module) else self.layouts(module)
+        return self.resolved(module)
 
     def readings(self) -> list[Self]:
         """Every way in which an engine may read the list; a derived list must be right in all."""
@@ -140,16 +144,21 @@ class CompressedTensorsRules(Rules):
 
     def layouts(self, module: LinearModule) -> frozenset[str] | None:
         """See `Rules.layouts`."""
+        return self.with_entries([]).resolved(module)
+
+    def resolved(self, module: LinearModule) -> frozenset[str] | None:
+        """See `Rules.resolved`; all projections of a layer's experts must come to the same."""
         targets = {_map_path(target, self.multimodal): a for target, a in self.targets.items()}
         if "Linear" in targets:  # vLLM lets it match routed experts as well
             targets.setdefault("RoutedExperts", targets["Linear"])
         kind = _CLASSES.get(module.prefix.rpartition(".")[2], "ParallelLinear")
         found = set()
         for name in _ct_names(module):
-            target = match_target(name, kind, targets, self.fused(module))
+            ignored = is_ignored(name, self.mapped, self.fused(module))
+            target = None if ignored else match_target(name, kind, targets, self.fused(module))
             found.add(None if target is None else targets[target])
         if len(found) > 1:
-            raise ValueError(f"gate, up and down of {module.prefix} are targeted differently")
+            raise ValueError(f"gate, up and down of {module.prefix} are not quantized alike")
         activations = found.pop()
         if activations is None:
             return frozenset({UNQUANTIZED})
