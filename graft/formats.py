@@ -62,7 +62,8 @@ def dequantize_nvfp4(
     """
     import torch
 
-    table = torch.tensor(NVFP4_CODES + tuple(-code for code in NVFP4_CODES))
+    values = NVFP4_CODES + tuple(-code for code in NVFP4_CODES)
+    table = torch.tensor(values, device=weight.device)
     codes = torch.stack([weight & 0xF, weight >> 4], dim=-1).reshape(weight.shape[0], -1)
     blocks = table[codes.int()].reshape(weight.shape[0], -1, NVFP4_BLOCK)
     scales = weight_scale.float() * weight_scale_2.float()

@@ -32,7 +32,7 @@ DTYPE_BITS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TensorInfo:
     """One tensor of a shard: `dtype` as safetensors spells it, `offset` counted from file start."""
 

@@ -18,7 +18,7 @@ from graft.errors import UserError
 from graft.formats import FORMS, Form, describe_quantization
 from graft.index import read_json, write_json
 from graft.layout import base_tensor_names, is_tied
-from graft.reader import CHUNK_BYTES, HEAD_PREFIX, Checkpoint, TensorStore
+from graft.reader import HEAD_PREFIX, Checkpoint, TensorStore
 
 if TYPE_CHECKING:
     import torch
@@ -90,18 +90,25 @@ def _short(value: Any) -> str:
 
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, as hex."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def file_digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """SHA-256 of several files of a folder, on all cores (hashing releases the interpreter)."""
     names = list(names)
+    largest_first = sorted(names, key=lambda name: -(folder / name).stat().st_size)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(names, pool.map(file_digest, [folder / n for n in names]), strict=True))
+        found = pool.map(file_digest, [folder / name for name in largest_first])
+        digests = dict(zip(largest_first, found, strict=True))
+    return {name: digests[name] for name in names}
+
+
+def tensor_digests(store: TensorStore, names: Iterable[str]) -> dict[str, str]:
+    """SHA-256 of several tensors' bytes, on all cores."""
+    names = list(names)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(names, pool.map(store.digest, names), strict=True))
 
 
 def head_metadata(

@@ -19,7 +19,8 @@ SUPPORTED_MODEL_TYPES = (
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 HEAD_PREFIX = "mtp."
 MAX_NAMED = 20  # names in one message
-CHUNK_BYTES = 16 * 1024 * 1024
+CHUNK_BYTES = 4 * 1024 * 1024
+HASH_BYTES = 256 * 1024  # small, since every core has one
 TORCH_NAMES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64",
     "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
@@ -102,7 +103,7 @@ class TensorStore:
         return torch.frombuffer(buffer, dtype=dtype).reshape(info.shape)
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """Yield one tensor's bytes in pieces of at most 16 MiB (whole elements)."""
+        """Yield one tensor's bytes in pieces of at most 4 MiB (whole elements)."""
         info = self.info(name)
         with info.shard.open("rb") as file:
             file.seek(info.offset)
@@ -110,19 +111,23 @@ class TensorStore:
             while left:
                 chunk = file.read(min(CHUNK_BYTES, left))
                 if not chunk:
-                    raise UserError(
-                        f"{info.nbytes} bytes of {name} in {info.shard}",
-                        "a file that became shorter while it was read",
-                        "leave the checkpoint alone and run again",
-                    )
+                    raise _shrunk(info)
                 left -= len(chunk)
                 yield chunk
 
     def digest(self, name: str) -> str:
         """SHA-256 of one tensor's bytes, as hex."""
-        digest = hashlib.sha256()
-        for chunk in self.chunks(name):
-            digest.update(chunk)
+        info = self.info(name)
+        digest, left = hashlib.sha256(), info.nbytes
+        view = memoryview(bytearray(min(left, HASH_BYTES)))
+        with info.shard.open("rb", buffering=0) as file:
+            file.seek(info.offset)
+            while left:
+                count = file.readinto(view[: min(left, len(view))])
+                if not count:
+                    raise _shrunk(info)
+                digest.update(view[:count])
+                left -= count
         return digest.hexdigest()
 
 
@@ -246,6 +251,14 @@ def _check_kinds(config: dict[str, Any], path: Path) -> None:
                 ascii(value)[:80],
                 "restore that file",
             )
+
+
+def _shrunk(info: TensorInfo) -> UserError:
+    return UserError(
+        f"{info.nbytes} bytes of {info.name} in {info.shard}",
+        "a file that became shorter while it was read",
+        "leave the checkpoint alone and run again",
+    )
 
 
 def _no_weights(folder: Path) -> UserError:

@@ -15,7 +15,7 @@ from typing import Any
 
 from graft.errors import UserError
 from graft.index import MAX_JSON_BYTES
-from graft.manifest import MANIFEST_NAME, MANIFEST_SCHEMA, file_digests
+from graft.manifest import MANIFEST_NAME, MANIFEST_SCHEMA, file_digests, tensor_digests
 from graft.plan import GraftPlan
 from graft.reader import HEAD_PREFIX, TensorStore
 
@@ -51,7 +51,7 @@ def graft_manifest(
             "quantization": plan.head_metadata["quantization"],
             "provenance": plan.head_metadata["provenance"],
             "acceptance": plan.head_metadata["acceptance"],
-            "tensor_sha256": {name: tensors.digest(name) for name in head},
+            "tensor_sha256": tensor_digests(tensors, head),
         },
         "changes": {
             "added": list(plan.added),

@@ -1,4 +1,4 @@
-"""The frozen base: hidden states after its final norm, embeddings, `lm_head`, and greedy text.
+"""The frozen base in process: hidden states after its final norm, and greedy text.
 
 The head is distilled from, and measured against, exactly this model. Hidden states are taken
 after the final norm because that is what vLLM hands to the head; the check in `Teacher.load`
@@ -16,25 +16,12 @@ import torch
 import torch.nn.functional as F
 
 from graft.errors import UserError
+from graft.formats import describe_quantization
 from graft.reader import Checkpoint
 from mtp.head import cache_keyword
-
-
-def pick_device(name: str = "auto") -> torch.device:
-    """The device to run on: "auto" is CUDA where there is one.
-
-    Raises:
-        UserError: no such device here.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError("a device of this machine", f"{name!r}: {reason}", "use auto") from error
-    return device
+from mtp.teacher.dequantize import load_dequantized
+from mtp.teacher.device import pick_device, pick_dtype
+from mtp.teacher.packed import is_packed
 
 
 @dataclass(frozen=True)
@@ -56,7 +43,8 @@ class Teacher:
         """Load a base from a local folder.
 
         Args:
-            base: folder; its shards are checked before transformers reads them.
+            base: folder; its shards are checked before they are read. Quantized weights are
+                unpacked on the way in (`mtp.teacher.dequantize`).
             device: "auto", "cpu", "cuda", ...
             dtype: float32 on a CPU and bfloat16 on a GPU when not given.
 
@@ -71,12 +59,16 @@ class Teacher:
 
         if not sys.stderr.isatty():
             logging.disable_progress_bar()
-        Checkpoint(base).require_supported()
+        checkpoint = Checkpoint(base)
+        checkpoint.require_supported()
         place = pick_device(device)
-        dtype = dtype or (torch.float32 if place.type == "cpu" else torch.bfloat16)
-        model = AutoModelForCausalLM.from_pretrained(
-            base, dtype=dtype, local_files_only=True, trust_remote_code=False
-        )
+        dtype = dtype or pick_dtype(place)
+        if describe_quantization(checkpoint) is not None or is_packed(checkpoint):
+            model = load_dequantized(checkpoint, device=place, dtype=dtype)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                base, dtype=dtype, local_files_only=True, trust_remote_code=False
+            )
         model.to(place).eval().requires_grad_(False)
         teacher = cls(model, model.get_output_embeddings().weight, place)
         teacher._check_final_norm()
