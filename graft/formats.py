@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from graft.config_kinds import check_quantization
 from graft.errors import UserError
 from graft.index import read_json
 from graft.layout import Shape, head_tensor_shapes, is_moe
@@ -147,11 +148,23 @@ def _nvfp4_matrix(module: str, shape: Shape, form: Form) -> dict[str, tuple[str,
 def quantization_blocks(
     checkpoint: Checkpoint,
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """`quantization_config` of config.json and the contents of `hf_quant_config.json`, or None."""
+    """`quantization_config` of config.json and the contents of `hf_quant_config.json`, or None.
+
+    Raises:
+        UserError: for a block that holds something else than quantizers write.
+    """
     block = checkpoint.config.get("quantization_config")
     block = block if block is not None else checkpoint.text_config.get("quantization_config")
-    file = checkpoint.folder / "hf_quant_config.json"
-    return block, read_json(file) if file.exists() else None
+    check_quantization(block, checkpoint.folder / "config.json")
+    path = checkpoint.folder / "hf_quant_config.json"
+    if not path.exists():
+        return block, None
+    file = read_json(path)
+    inner = file.get("quantization")
+    if inner is not None and not isinstance(inner, dict):
+        raise UserError(f"a quantization block in {path}", ascii(inner)[:80], "restore that file")
+    check_quantization(inner, path)
+    return block, file
 
 
 def describe_quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from graft.config_kinds import check_config
 from graft.errors import UserError
 from graft.index import INDEX_NAME, TensorInfo, read_header, read_index, read_json
 
@@ -26,15 +27,6 @@ TORCH_NAMES = {
     "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
-# Kinds of the config values that are read here; null counts as absent.
-CONFIG_KINDS: dict[str, type | tuple[type, ...]] = {
-    "model_type": str, "architectures": list, "text_config": dict, "vision_config": dict,
-    "quantization_config": dict, "rope_parameters": dict, "layer_types": list,
-    "mlp_only_layers": list, "num_hidden_layers": int, "mtp_num_hidden_layers": int,
-    "num_nextn_predict_layers": int, "decoder_sparse_step": int, "num_experts": int,
-    "tie_word_embeddings": bool, "attn_output_gate": bool,
-}  # fmt: skip
-LISTS_OF_STRINGS = ("architectures", "layer_types")
 
 
 def torch_dtype(stored: str) -> torch.dtype:
@@ -148,8 +140,8 @@ class Checkpoint(TensorStore):
                 "give the path of a downloaded checkpoint",
             )
         self.config = read_json(self.folder / "config.json")
-        _check_kinds(self.config, self.folder / "config.json")
-        _check_kinds(self.text_config, self.folder / "config.json")
+        check_config(self.config, self.folder / "config.json")
+        check_config(self.text_config, self.folder / "config.json")
         present = sorted(path.name for path in self.folder.glob("*.safetensors"))
         index = self.folder / INDEX_NAME
         self.weight_map: dict[str, str] | None = None
@@ -237,20 +229,6 @@ class Checkpoint(TensorStore):
                 self._tensors.update(header)
                 found.append(file)
         return tuple(found)
-
-
-def _check_kinds(config: dict[str, Any], path: Path) -> None:
-    for key, kinds in CONFIG_KINDS.items():
-        value = config.get(key)
-        wrong = value is not None and not isinstance(value, kinds)
-        if key in LISTS_OF_STRINGS and isinstance(value, list):
-            wrong = not all(isinstance(item, str) for item in value)
-        if wrong or (kinds is int and (isinstance(value, bool) or (value or 0) < 0)):
-            raise UserError(
-                f"a config whose {key} is of the kind that transformers writes in {path}",
-                ascii(value)[:80],
-                "restore that file",
-            )
 
 
 def _shrunk(info: TensorInfo) -> UserError:

@@ -6,21 +6,28 @@ its own bytes are in test_graft_reader.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
 
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from tiny import BASES, write_base
+from tiny import BASES, write_base, write_tiny_head
 
 from graft.errors import UserError
 from graft.index import INDEX_NAME, MAX_HEADER_BYTES, read_header, read_json
+from graft.inspect import inspect_checkpoint
 from graft.layout import count_head_layers, fuse_experts, head_tensor_shapes
+from graft.plan import plan_graft
 from graft.reader import Checkpoint
+from graft.ungraft import plan_ungraft
 from graft.verify import verify_graft
+from graft.writer import write_graft
 
 
 def header_file(path, header, size=8):
@@ -210,3 +217,59 @@ def test_bug_C5_heads_under_a_prefix_of_other_engines(tmp_path, name):
     save_file(tensors | {name: torch.ones(32, 64)}, base / "model.safetensors")
     with pytest.raises(UserError, match="MLX"):
         Checkpoint(base).require_supported()
+
+
+STRANGE = [None, True, -1, 10**9, 1.5, "", "re:(", [], [1], [None], {}, {"a": 5}, [[]], "gone"]
+CONFIGS = ("config.json", "hf_quant_config.json", INDEX_NAME, "graft.manifest.json", "head.json")
+
+
+@pytest.fixture(scope="module")
+def grafts(tmp_path_factory):
+    folder, made = tmp_path_factory.mktemp("grafts"), []
+    for name in (None, "modelopt MIXED_PRECISION", "compressed-tensors W4A16", "FP8 block"):
+        base = write_base(folder / f"base {name}", quantized=name, declared=1)
+        head = write_tiny_head(folder / f"head {name}", base, num_layers=1)
+        out = write_graft(plan_graft(base, head), folder / f"out {name}", link="copy").out
+        made.append((base, head, out))
+    return made
+
+
+def places(value, path=()):
+    """Every place in a JSON value; of a list the first two items."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value[:2])
+    for key, item in items:
+        if isinstance(item, dict | list):
+            yield from places(item, (*path, key))
+        else:
+            yield (*path, key)
+
+
+@settings(max_examples=40, deadline=None, phases=[Phase.generate])
+@given(st.data())
+def test_any_value_anywhere_in_a_config_is_read_or_refused(grafts, data):
+    """What is no UserError here would reach users as a traceback; six places once did."""
+    base, head, out = data.draw(st.sampled_from(grafts))
+    files = [f / name for f in (base, head, out) for name in CONFIGS if (f / name).exists()]
+    file = data.draw(st.sampled_from(files))
+    original = file.read_bytes()
+    value = json.loads(original)
+    path = data.draw(st.sampled_from(list(places(value))[1:]))
+    parent = value
+    for key in path[:-1]:
+        parent = parent[key]
+    strange = data.draw(st.sampled_from(STRANGE))
+    parent[path[-1]] = strange
+    if strange == "gone":
+        del parent[path[-1]]
+    file.write_text(json.dumps(value))
+    try:
+        for look in (
+            lambda: inspect_checkpoint(base).as_text(), lambda: inspect_checkpoint(out).as_text(),
+            lambda: verify_graft(out, base).as_text(), lambda: plan_graft(base, head),
+            lambda: plan_ungraft(out, base), lambda: verify_graft(out).as_dict(),
+        ):  # fmt: skip
+            with contextlib.suppress(UserError):
+                look()
+    finally:
+        file.write_bytes(original)
