@@ -30,6 +30,7 @@ from graft.layout import (
     count_key,
     declared_layers,
     is_moe,
+    unrouted_layers,
 )
 from graft.manifest import MANIFEST_NAME
 from graft.modules import is_multimodal
@@ -49,6 +50,7 @@ FAMILIES = {
 }
 ROUTED_CLASSES = ("Qwen3_5MoeMTP", "Qwen3_5MTP")
 STOCK = "layer 0 at every position"
+INCOMPLETE = "the head is not complete"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,15 +232,8 @@ def _problems(checkpoint: Checkpoint, num_layers: int) -> Iterator[Problem]:
     elif found:
         what = "the quantization config does not match the tensors"
         yield Problem(severity="error", what=what, details=tuple(found))
-    if num_layers > 1 and checkpoint.config.get("model_type") == "qwen3_next":
-        yield Problem(
-            severity="warning",
-            what=f"no vLLM runs more than layer 0 of a Qwen3-Next head; {num_layers - 1} more are "
-            "loaded, and Model Runner V2 then chains layer 0 over the window, which drafts worse",
-        )
-
-
-INCOMPLETE = "the head is not complete"
+    if words := unrouted_layers(checkpoint.config.get("model_type"), num_layers):
+        yield Problem(severity="warning", what=words)
 
 
 def _file_problems(checkpoint: Checkpoint) -> Iterator[Problem]:

@@ -112,6 +112,20 @@ def declared_layers(config: Mapping[str, Any]) -> int | None:
     return 1 if value is None and key == "num_nextn_predict_layers" else value
 
 
+def unrouted_layers(model_type: Any, num_layers: int) -> str | None:
+    """What becomes of layers that no vLLM runs, for people; None where the plugin routes them.
+
+    vLLM 0.32: `Qwen3NextMTP.forward` drops `spec_step_idx` and the plugin leaves that class alone;
+    `use_multi_module_mtp` asks for `num_nextn_predict_layers > 1`, which is this family's own key.
+    """
+    if model_type != "qwen3_next" or num_layers < 2:
+        return None
+    return (
+        f"no vLLM runs more than layer 0 of a Qwen3-Next head: {num_layers - 1} more are loaded, "
+        "and Model Runner V2 then chains layer 0 over the window, which drafts worse than 1 layer"
+    )
+
+
 def has_experts(text_config: Mapping[str, Any], layer: int) -> bool:
     """Whether MTP layer number `layer` is a mixture of experts.
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from graft.layout import unrouted_layers
 from graft.place import Link, expected_storage, free_bytes
 from graft.plan import GraftPlan
 
@@ -115,7 +116,9 @@ def tensor_lines(plan: GraftPlan) -> list[str]:
 
 
 def change_lines(plan: GraftPlan) -> list[str]:
-    """Config changes, allowed mismatches and files left out, one a line."""
+    """Config changes, warnings, allowed mismatches and files left out, one a line."""
     lines = [f"  config: {change[:SHOWN]}" for change in plan.config_changes]
+    if warning := unrouted_layers(plan.config.get("model_type"), plan.num_layers):
+        lines.append(f"  warning: {warning}")
     lines += [f"  mismatch allowed: {difference}" for difference in plan.mismatches]
     return lines + [f"  left out: {name}" for name in plan.left_out_files]

@@ -134,6 +134,11 @@ def test_bugs_A10_and_A11_what_vllm_runs_and_how_many_tokens_it_takes(tmp_path):
     )
     assert following.speculation.with_plugin == "the same" and following.servable
     assert "no vLLM runs more than layer 0" in whats(following, "warning")[0]
+    base = write_base(tmp_path / "base", family="next")
+    for layers, said in ((4, True), (1, False)):
+        head = write_tiny_head(tmp_path / f"head{layers}", base, num_layers=layers)
+        result = write_graft(plan_graft(base, head), tmp_path / f"out{layers}")
+        assert ("warning: no vLLM runs" in result.as_text()) == said
 
 
 def test_an_nvfp4_graft_is_described_and_its_exclusion_list_checked(tmp_path):
