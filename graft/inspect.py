@@ -134,7 +134,7 @@ class Inspection:
             rows += [
                 ("stock vLLM", f"{self.speculation.head_class}: {self.speculation.stock}"),
                 ("with plugin", self.speculation.with_plugin),
-                ("num_speculative_tokens", _tokens_words(self.speculation.max_free)),
+                ("tokens", f"num_speculative_tokens {_tokens_words(self.speculation.max_free)}"),
             ]
         lines = [str(self.folder), *(f"  {name:<11} {words}" for name, words in rows)]
         if not self.problems:
@@ -151,8 +151,8 @@ class Inspection:
             return "none"
         head = self.head
         return (
-            f"{head.num_layers} layers, {head.form}, {head.num_tensors} tensors, "
-            f"{_size(head.num_bytes)} in {', '.join(head.shards)}; "
+            f"{head.num_layers} layer{'s' * (head.num_layers != 1)}, {head.form}, "
+            f"{head.num_tensors} tensors, {_size(head.num_bytes)} in {', '.join(head.shards)}; "
             f"{'complete' if head.complete else 'not complete'}"
         )
 

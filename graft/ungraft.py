@@ -16,7 +16,7 @@ from typing import Any
 from graft.errors import UserError
 from graft.index import is_file_name
 from graft.manifest import MANIFEST_NAME, file_digests, read_manifest
-from graft.place import Link, copy_file, require_space, share_files
+from graft.place import FULL, Link, copy_file, no_space, require_space, share_files
 from graft.plan import OTHER_WEIGHTS
 from graft.reader import MAX_NAMED
 from graft.record import unpacked
@@ -150,24 +150,35 @@ def write_ungraft(
     """
     sources = [plan.checkpoint] + ([plan.base] if plan.base else [])
     check_output(out, overwrite=overwrite, sources=sources)
-    with staged_folder(out, overwrite=overwrite, sources=sources) as staging:
-        pairs = [(plan.checkpoint / name, staging / name) for name in plan.kept]
-        if plan.base is not None:
-            pairs += [(plan.base / name, staging / name) for name in plan.from_base]
-        weights = [pair for pair in pairs if pair[0].suffix in OTHER_WEIGHTS and pair[0].is_file()]
-        storage: dict[str, str] = dict(share_files(weights, link))
-        left = [pair for pair in pairs if pair[1].name not in storage]
-        require_space(staging, sum(_num_bytes(source) for source, _ in left))
-        for source, target in left:
-            if source.is_dir():
-                shutil.copytree(source, target)
-            else:
-                copy_file(source, target)
-            storage[target.name] = "copy"
-        for name, content in plan.edited.items():
-            with (staging / name).open("xb") as file:  # never through a link
-                file.write(content)
+    try:
+        with staged_folder(out, overwrite=overwrite, sources=sources) as staging:
+            storage = _place(plan, staging, link)
+            for name, content in plan.edited.items():
+                with (staging / name).open("xb") as file:  # never through a link
+                    file.write(content)
+    except OSError as error:
+        if error.errno in FULL:
+            raise no_space(out, "enough", "a disk that another writer filled meanwhile") from error
+        raise
     return UngraftResult(out=Path(out), plan=plan, storage=storage)
+
+
+def _place(plan: UngraftPlan, staging: Path, link: Link) -> dict[str, str]:
+    """Link or copy what the graft took over and what the base supplies; how each is stored."""
+    pairs = [(plan.checkpoint / name, staging / name) for name in plan.kept]
+    if plan.base is not None:
+        pairs += [(plan.base / name, staging / name) for name in plan.from_base]
+    weights = [pair for pair in pairs if pair[0].suffix in OTHER_WEIGHTS and pair[0].is_file()]
+    storage: dict[str, str] = dict(share_files(weights, link))
+    left = [pair for pair in pairs if pair[1].name not in storage]
+    require_space(staging, sum(_num_bytes(source) for source, _ in left))
+    for source, target in left:
+        if source.is_dir():
+            shutil.copytree(source, target)
+        else:
+            copy_file(source, target)
+        storage[target.name] = "copy"
+    return storage
 
 
 def _checked(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 
@@ -169,6 +170,24 @@ def test_links_are_shared_and_nothing_is_written_through_them(tmp_path):
     assert set(result.storage.values()) == {"hard-link", "copy"}
     assert not (base / "config.json").samefile(result.out / "config.json")
     assert "do not edit in place" in result.as_text()
+
+
+@pytest.mark.parametrize("moment", ["before", "during"])
+def test_a_full_disk_is_said_and_leaves_nothing(tmp_path, monkeypatch, moment):
+    _, out = grafted(tmp_path, {})
+    plan = plan_ungraft(out)
+    if moment == "before":
+        monkeypatch.setattr("graft.place.free_bytes", lambda folder: 10)
+    else:
+
+        def full(source, target):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr("graft.ungraft.copy_file", full)
+    before = content(tmp_path)
+    with pytest.raises(UserError, match="free space"):
+        write_ungraft(plan, tmp_path / "back", link="copy")
+    assert content(tmp_path) == before
 
 
 def test_a_folder_without_a_manifest_or_with_anothers_is_refused(tmp_path):
