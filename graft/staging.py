@@ -49,6 +49,8 @@ def staged_folder(out: Path, *, overwrite: bool, sources: Iterable[Path] = ()) -
                 yield staging
                 _sync_tree(staging)
                 _put_in_place(staging, parent / name)
+                for made in made_parents:
+                    _sync(made.parent)
                 finished = True
             finally:
                 shutil.rmtree(staging, ignore_errors=True)

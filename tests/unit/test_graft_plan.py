@@ -180,3 +180,14 @@ def test_head_metadata_is_checked(tmp_path, base):
     (head / "head.json").write_text(json.dumps({k: v for k, v in good.items() if k != "form"}))
     with pytest.raises(UserError, match="no form"):
         read_head_metadata(head)
+
+
+def test_a_head_of_the_same_base_in_another_quantization_says_what_that_means(tmp_path, base):
+    head = write_tiny_head(tmp_path / "head", base)
+    set_config(base, quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"})
+    message = refuse(base, head, "same base in another quantization")
+    assert "quantization.algo: head was trained on None, base has NVFP4" in message
+    assert "--allow-mismatch, knowing that fewer drafts may be accepted" in message
+    assert "another base" in refuse(
+        write_base(tmp_path / "other", seed=7), head, "fewer drafts may be accepted"
+    )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
 from graft import staging
@@ -100,3 +103,23 @@ def test_left_overs_of_killed_runs_are_cleaned_up(tmp_path):
         write(tmp_path / "out", "new")
     assert (tmp_path / "out" / "file").read_text() == "moved aside by a killed run"
     assert sorted(p.name for p in tmp_path.iterdir()) == [".out.staging-notes", "out"]
+
+
+def test_another_process_locks_until_it_ends_even_if_it_is_killed(tmp_path):
+    reader, pipe = os.pipe()
+    child = os.fork()
+    if not child:
+        with staged_folder(tmp_path / "out", overwrite=False) as folder:
+            (folder / "half").write_text("half")
+            os.write(pipe, b"x")
+            signal.pause()
+    os.read(reader, 1)
+    try:
+        with pytest.raises(UserError, match="wait for it to end"):
+            write(tmp_path / "out", "second")
+        assert any(".staging-" in p.name for p in tmp_path.iterdir()), "a live one was removed"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    write(tmp_path / "out", "third")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
