@@ -216,12 +216,15 @@ def evaluate(
     Raises:
         UserError: a broken folder, or a head that was trained on another base.
     """
-    open_head(head_folder, Checkpoint(base))
+    source = open_head(head_folder, Checkpoint(base))
     require_tokenizer_of(data, base)
     teacher = Teacher.load(base, device=device)
     head = load_head(head_folder).to(teacher.device)
     prompts = evaluation_prompts(
         data, num_prompts=recipe.num_prompts, max_prompt_tokens=recipe.max_prompt_tokens
     )
-    text = continue_prompts(teacher, prompts, recipe.num_tokens, head.num_layers)
-    return measure(teacher, head, text, runtime=runtime)
+    # A head of one layer that is repeated drafts as many tokens as it was trained for.
+    trained = source.metadata["provenance"].get("recipe", {}).get("train", {})
+    num_steps = trained.get("num_speculative_tokens") or head.num_layers
+    text = continue_prompts(teacher, prompts, recipe.num_tokens, num_steps)
+    return measure(teacher, head, text, num_steps=num_steps, runtime=runtime)

@@ -35,6 +35,8 @@ from graft.manifest import (
     write_head,
 )
 from graft.reader import Checkpoint
+from mtp.recipe import Runtime
+from mtp.repeated_layer import ATTENTION, RepeatedLayerCache, StepCache
 
 # model_type -> transformers module and class prefix of its text decoder.
 DECODERS = {
@@ -98,12 +100,12 @@ class MTPHead(nn.Module):
         embeddings: torch.Tensor,
         positions: torch.Tensor,
         *,
-        mask: torch.Tensor | None = None,
-        cache: RepeatedLayerCache | None = None,
+        chain: StepCache | None = None,
     ) -> torch.Tensor:
         """Run module k over a window: [B, T, H] hidden and embeddings, [T] positions.
 
-        Without a mask, attention is causal: rows are padded on the right only.
+        Attention is causal: rows are padded on the right only. `chain` is for the steps of a layer
+        that is repeated.
 
         Returns [B, T, H] after `norm`: what `lm_head` and module k+1 read.
         """
@@ -115,15 +117,53 @@ class MTPHead(nn.Module):
         position_ids = positions.unsqueeze(0)
         # Three equal rows (time, height, width): transformers 5.17 does not expand them itself.
         rotary = self.rotary_emb(x, position_ids.expand(3, 1, -1))
-        keywords = {self._cache_keyword: cache} if cache else {}
+        keywords = {self._cache_keyword: chain, "chain": chain} if chain else {}
         x = self.layers[k](
             x,
             position_embeddings=rotary,
-            attention_mask=mask,
+            attention_mask=None,
             position_ids=position_ids,
             **keywords,
         )
         return self.norm(x)
+
+    def chains(
+        self,
+        runtime: Runtime,
+        hidden: torch.Tensor,
+        embeddings: torch.Tensor,
+        num_steps: int | None = None,
+    ) -> dict[str, list[torch.Tensor]]:
+        """The chains that a runtime executes, by name; "both" shares their first step.
+
+        Args:
+            runtime: "routed" (`chain`), "stock" (`chain_stock`), or "both".
+            hidden: [B, T, H] base hidden states after the final norm.
+            embeddings: [B, T, H] base embeddings of the same tokens.
+            num_steps: speculative steps; K when not given.
+        """
+        names = ("routed", "stock") if runtime == "both" else (runtime,)
+        length = hidden.shape[1]
+        if length < 2:
+            return {name: [] for name in names}
+        num_steps = num_steps or self.num_layers
+        positions = torch.arange(length, device=hidden.device)
+        cache = RepeatedLayerCache()
+        first = self.step(0, hidden[:, :-1], embeddings[:, 1:], positions[:-1], chain=cache.at(0))
+        outputs = {}
+        for name in names:
+            outputs[name] = [first]
+            for k in range(1, min(num_steps, length - 1)):
+                window = length - 1 - k
+                previous, following = outputs[name][-1][:, :window], embeddings[:, k + 1 :]
+                if name == "stock":
+                    output = self.step(
+                        0, previous, following, positions[:window] + k, chain=cache.at(k)
+                    )
+                else:
+                    output = self.step(k % self.num_layers, previous, following, positions[:window])
+                outputs[name].append(output)
+        return outputs
 
     def chain(
         self, hidden: torch.Tensor, embeddings: torch.Tensor, num_steps: int | None = None
@@ -139,24 +179,10 @@ class MTPHead(nn.Module):
             One [B, T-1-k, H] tensor a step; element k at position i predicts token i+k+2. Step k
             is defined where token i+k+1 is known, hence the shorter windows.
         """
-        outputs = []
-        length = hidden.shape[1]
-        positions = torch.arange(length, device=hidden.device)
-        for k in range(num_steps or self.num_layers):
-            window = length - 1 - k
-            if window < 1:
-                break
-            hidden = self.step(
-                k % self.num_layers,
-                hidden[:, :window],
-                embeddings[:, k + 1 :],
-                positions[:window],
-            )
-            outputs.append(hidden)
-        return outputs
+        return self.chains("routed", hidden, embeddings, num_steps)["routed"]
 
     def chain_stock(
-        self, hidden: torch.Tensor, embeddings: torch.Tensor, num_steps: int
+        self, hidden: torch.Tensor, embeddings: torch.Tensor, num_steps: int | None = None
     ) -> list[torch.Tensor]:
         """What a stock vLLM runs instead: layer 0 at every step, one cache, all starts in parallel.
 
@@ -166,52 +192,7 @@ class MTPHead(nn.Module):
 
         Args and returns are those of `chain`; element k at index p belongs to start p.
         """
-        outputs = []
-        length = hidden.shape[1]
-        positions = torch.arange(length, device=hidden.device)
-        cache = RepeatedLayerCache()
-        for k in range(num_steps):
-            window = length - 1 - k
-            if window < 1:
-                break
-            mask = None
-            if k:
-                causal = torch.ones(window, window, dtype=torch.bool, device=hidden.device).tril()
-                own = torch.eye(window, dtype=torch.bool, device=hidden.device)
-                mask = torch.cat([causal, *[own] * k], dim=1)[None, None]
-            hidden = self.step(
-                0,
-                hidden[:, :window],
-                embeddings[:, k + 1 :],
-                positions[:window] + k,
-                mask=mask,
-                cache=cache,
-            )
-            outputs.append(hidden)
-        return outputs
-
-
-class RepeatedLayerCache:
-    """Keys and values of one layer that runs several steps over shrinking windows of starts.
-
-    It stands in for transformers' cache, of which an attention layer uses `update` alone.
-    """
-
-    def __init__(self) -> None:
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add a step's [B, heads, W, D]; return all steps' first W entries, one after the other."""
-        self.keys.append(keys)
-        self.values.append(values)
-        window = keys.shape[2]
-        return (
-            torch.cat([step[:, :, :window] for step in self.keys], dim=2),
-            torch.cat([step[:, :, :window] for step in self.values], dim=2),
-        )
+        return self.chains("stock", hidden, embeddings, num_steps)["stock"]
 
 
 def cache_keyword(module_class: type[nn.Module]) -> str:
@@ -227,7 +208,7 @@ def _layer_config(modeling: Any, prefix: str, text_config: dict[str, Any], num_l
     fields["num_hidden_layers"] = num_layers
     fields["layer_types"] = ["full_attention"] * num_layers
     config = config_class(**fields)
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = ATTENTION
     return config
 
 

@@ -16,6 +16,8 @@ from typing import Any
 
 from graft.errors import UserError
 
+Runtime = typing.Literal["routed", "stock", "both"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class BaseRecipe:
@@ -75,6 +77,24 @@ class LossStage(LossTerms):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RestrictedVocabulary:
+    """Losses over a part of the vocabulary (`mtp.losses.restricted`): faster, and biased.
+
+    top_p: share of the base's probability that each target keeps; 0 looks at all tokens.
+    probe_every: every n-th target of a chunk shows which tokens the head favours.
+    favourites: tokens that are kept for each such target and step.
+    """
+
+    top_p: float = 0.0
+    probe_every: int = 8
+    favourites: int = 16
+
+    def __post_init__(self) -> None:
+        if self.top_p > 1:
+            raise UserError("top_p of at most 1", str(self.top_p), "correct the recipe")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LossRecipe(LossTerms):
     """What is minimised.
 
@@ -84,6 +104,7 @@ class LossRecipe(LossTerms):
     position_weights: one a step, as they stand, instead of position_decay.
     category_weights: of the rows of a category; 1 for those not named.
     schedule: stages ([[loss.schedule]]) that replace the terms above, `until` rising to 1.
+    restricted: the part of the vocabulary to look at; all of it by default.
     """
 
     kl: float = 1.0
@@ -94,6 +115,7 @@ class LossRecipe(LossTerms):
     position_weights: tuple[float, ...] = ()
     category_weights: dict[str, float] = field(default_factory=dict)
     schedule: tuple[LossStage, ...] = ()
+    restricted: RestrictedVocabulary = field(default_factory=RestrictedVocabulary)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,8 +133,16 @@ class LossRecipe(LossTerms):
 @dataclass(frozen=True, kw_only=True)
 class TrainRecipe:
     """steps are optimizer steps; tokens_per_batch counts padding; the schedule is a warm-up over
-    warmup_steps, then a cosine to min_learning_rate."""
+    warmup_steps, then a cosine to min_learning_rate.
 
+    runtime: what will serve the head: "routed" (each speculative step on its own layer), "stock"
+    (an unpatched vLLM: layer 0 at every step), or "both" (the sum of the two objectives).
+    num_speculative_tokens: steps of a draft; 0 is one for each layer. A head of one layer that a
+    stock vLLM will repeat needs it.
+    """
+
+    runtime: Runtime = "routed"
+    num_speculative_tokens: int = 0
     steps: int = 1000
     tokens_per_batch: int = 8192
     learning_rate: float = 5e-5
@@ -156,7 +186,7 @@ ABOVE_ZERO = {
     "num_layers", "num_hidden_layers", "hidden_size", "tokens_per_batch", "learning_rate",
     "position_decay", "max_gradient_norm", "num_prompts", "max_prompt_tokens", "num_tokens",
     "rows_per_step", "row_length", "full_attention_interval", "calibration_tokens", "temperature",
-    "until",
+    "until", "probe_every", "favourites",
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from graft.manifest import base_fingerprint
 from graft.reader import Checkpoint
 from graft.staging import staged_folder
 from mtp import __version__
-from mtp.acceptance import continue_prompts, measure
+from mtp.acceptance import Runtime, continue_prompts, measure
 from mtp.data.batches import token_budget_batches
 from mtp.data.prompts import evaluation_prompts
 from mtp.data.store import load_prepared, read_manifest, require_tokenizer_of
@@ -28,6 +28,7 @@ from mtp.head import MTPHead, head_from_base, save_head
 from mtp.losses import align, category_weights, chunked_loss, objective_at, position_weights
 from mtp.progress import track
 from mtp.recipe import Recipe, TrainRecipe
+from mtp.router_load import RouterLoad, freeze_routers
 from mtp.teacher import Teacher
 
 
@@ -70,16 +71,20 @@ def train(
         teacher = Teacher.load(base, device=device)
         head = head_from_base(checkpoint, recipe.head.num_layers, recipe.head.warm_start)
         head.to(teacher.device)
+        if not recipe.head.train_router:
+            freeze_routers(head)
 
-        text = continue_prompts(teacher, prompts, recipe.eval.num_tokens, head.num_layers)
-        before = measure(teacher, head, text)
+        num_steps = recipe.train.num_speculative_tokens or head.num_layers
+        runtime: Runtime = "stock" if recipe.train.runtime == "stock" else "routed"
+        text = continue_prompts(teacher, prompts, recipe.eval.num_tokens, num_steps)
+        before = measure(teacher, head, text, num_steps=num_steps, runtime=runtime)
 
         started = time.monotonic()
         history = optimize(head, teacher, rows, recipe)
         seconds = time.monotonic() - started
 
         round_to_bfloat16(head)  # what is measured is what is saved
-        after = measure(teacher, head, text)
+        after = measure(teacher, head, text, num_steps=num_steps, runtime=runtime)
         summary = {
             "steps": recipe.train.steps,
             "tokens": history[-1]["tokens"] if history else 0,
@@ -108,7 +113,8 @@ def train(
 def optimize(head: MTPHead, teacher: Teacher, rows: Any, recipe: Recipe) -> list[dict[str, Any]]:
     """The loop. Updates `head` in place; returns one record an optimizer step."""
     settings = recipe.train
-    weights = position_weights(recipe.loss, head.num_layers).to(teacher.device)
+    num_steps = settings.num_speculative_tokens or head.num_layers
+    weights = position_weights(recipe.loss, num_steps).to(teacher.device)
     optimizer = torch.optim.AdamW(
         head.parameters(),
         lr=settings.learning_rate,
@@ -119,6 +125,7 @@ def optimize(head: MTPHead, teacher: Teacher, rows: Any, recipe: Recipe) -> list
         optimizer, lambda step: learning_rate_factor(settings, step)
     )
     head.train()
+    load = RouterLoad(head)
     num_tokens, history = 0, []
     batches = endless_batches(rows, settings)
     for step in track(range(settings.steps), "training the head", unit="step"):
@@ -126,16 +133,22 @@ def optimize(head: MTPHead, teacher: Teacher, rows: Any, recipe: Recipe) -> list
         input_ids = batch.input_ids.to(teacher.device)
         hidden, embeddings = teacher.hidden(input_ids), teacher.embed(input_ids)
         with teacher.autocast():  # float32 weights; bfloat16 arithmetic on a GPU
-            outputs = head.chain(hidden.float(), embeddings.float())
-        outputs = [output.to(hidden.dtype) for output in outputs]
+            chains = head.chains(settings.runtime, hidden.float(), embeddings.float(), num_steps)
         mask = batch.loss_mask.to(teacher.device)
         row_weights = category_weights(recipe.loss.category_weights, batch.categories)
-        aligned = align(
-            outputs, hidden, input_ids, mask, head.num_layers, row_weights.to(teacher.device)
-        )
         objective = objective_at(recipe.loss, step / settings.steps)
-        result = chunked_loss(aligned, teacher.lm_head, objective, weights)
-        result.loss.backward()
+        results = []
+        for outputs in chains.values():
+            aligned = align(
+                [output.to(hidden.dtype) for output in outputs],
+                hidden, input_ids, mask, num_steps, row_weights.to(teacher.device),
+            )  # fmt: skip
+            results.append(
+                chunked_loss(
+                    aligned, teacher.lm_head, objective, weights, restricted=recipe.loss.restricted
+                )
+            )
+        sum(result.loss for result in results).backward()
         norm = torch.nn.utils.clip_grad_norm_(head.parameters(), settings.max_gradient_norm)
         optimizer.step()
         scheduler.step()
@@ -145,12 +158,16 @@ def optimize(head: MTPHead, teacher: Teacher, rows: Any, recipe: Recipe) -> list
         history.append(
             {
                 "step": step,
-                "loss_per_position": result.per_position.tolist(),
-                "agreement_per_position": result.agreement.tolist(),
+                "loss_per_position": results[0].per_position.tolist(),
+                "agreement_per_position": results[0].agreement.tolist(),
                 "gradient_norm": float(norm),
+                "expert_load_variation": [layer.variation for layer in load.read()],
                 "tokens": num_tokens,
             }
         )
+        if len(results) > 1:
+            history[-1]["stock_loss_per_position"] = results[1].per_position.tolist()
+    load.remove()
     return history
 
 

@@ -33,7 +33,7 @@ def test_recipe_loads(path):
         ("[train\n", "TOML"),
         ("[loss]\nposition_wieghts = [1]\n", "key position_weights"),
         ("[lost]\nkl = 1\n", "key loss"),
-        ("[train]\nzzz = 1\n", "a key of steps, "),
+        ("[train]\nzzz = 1\n", "a key of runtime, "),
         ("[loss]\nposition_weights = 1.0\n", "as a list"),
         ("[loss]\nposition_weights = ['a']\n", "position_weights of type float"),
         ("[loss]\nposition_weights = [0, 0]\n", "a position weight above 0"),

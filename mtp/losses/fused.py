@@ -17,11 +17,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from mtp.losses.align import AlignedTargets
 from mtp.losses.combine import combine
+from mtp.losses.project import project
+from mtp.losses.restricted import kept_tokens
 from mtp.losses.terms import Objective, token_terms
+from mtp.recipe import RestrictedVocabulary
 
 # Floats of one [K, chunk, V] matrix; about four are alive at once. On a CPU, what its caches hold.
 CHUNK_FLOATS = {"cpu": 2**20, "cuda": 2**28}
@@ -49,6 +51,7 @@ def chunked_loss(
     position_weights: torch.Tensor,
     *,
     counts: torch.Tensor | None = None,
+    restricted: RestrictedVocabulary | None = None,
     chunk_size: int | None = None,
 ) -> FusedLoss:
     """The training loss of aligned targets.
@@ -59,6 +62,7 @@ def chunked_loss(
         objective: the terms.
         position_weights: [K].
         counts: [K], what the means are over, when this batch is a part of a step.
+        restricted: which part of the vocabulary is looked at; None, or a top_p of 0, is all of it.
         chunk_size: targets a chunk; by default as many as `CHUNK_FLOATS` allows.
     """
     per_target = aligned.student.shape[0] * lm_head.shape[0]
@@ -67,7 +71,14 @@ def chunked_loss(
     counts = aligned.counts() if counts is None else counts
     return FusedLoss(
         *_FusedLoss.apply(  # type: ignore[no-untyped-call]
-            aligned.student, aligned, position_weights, counts, lm_head, objective, chunk_size
+            aligned.student,
+            aligned,
+            position_weights,
+            counts,
+            lm_head,
+            objective,
+            restricted if restricted and restricted.top_p else None,
+            chunk_size,
         )
     )
 
@@ -75,9 +86,11 @@ def chunked_loss(
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, student, aligned, position_weights, counts, lm_head, objective, chunk_size
+        ctx, student, aligned, position_weights, counts, lm_head, objective, restricted, chunk_size
     ):
-        values, gradients, agreement = _all_chunks(student, aligned, lm_head, objective, chunk_size)
+        values, gradients, agreement = _all_chunks(
+            student, aligned, lm_head, objective, restricted, chunk_size
+        )
         with torch.enable_grad():
             for value in values.values():
                 value.requires_grad_()
@@ -98,7 +111,7 @@ class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, by_loss, *_):  # type: ignore[no-untyped-def]
         (gradient,) = ctx.saved_tensors
-        return gradient * by_loss.to(gradient.dtype), *[None] * 6
+        return gradient * by_loss.to(gradient.dtype), *[None] * 7
 
 
 def _all_chunks(
@@ -106,6 +119,7 @@ def _all_chunks(
     aligned: AlignedTargets,
     lm_head: torch.Tensor,
     objective: Objective,
+    restricted: RestrictedVocabulary | None,
     chunk_size: int,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
     """Values [K, N] of each group of terms, their gradients by `student` [K, N, H], and [K, N]
@@ -118,22 +132,16 @@ def _all_chunks(
     agreement = torch.zeros(shape, dtype=dtype, device=device)
     for start in range(0, shape[1], chunk_size):
         chunk = slice(start, start + chunk_size)
+        matrix, targets = lm_head, aligned.targets[chunk]
+        teacher_logits = project(aligned.teacher[chunk], lm_head)
+        if restricted is not None:
+            kept = kept_tokens(student[:, chunk], teacher_logits, targets, lm_head, restricted)
+            matrix, targets = lm_head[kept], torch.searchsorted(kept, targets)
+            teacher_logits = teacher_logits[:, kept]
         found, by_logits, agreement[:, chunk] = token_terms(
-            _project(student[:, chunk], lm_head),
-            _project(aligned.teacher[chunk], lm_head),
-            aligned.targets[chunk],
-            objective,
+            project(student[:, chunk], matrix), teacher_logits, targets, objective
         )
         for name in names:
             values[name][:, chunk] = found[name]
-            gradients[name][:, chunk] = by_logits.pop(name).to(lm_head.dtype) @ lm_head
+            gradients[name][:, chunk] = by_logits.pop(name).to(lm_head.dtype) @ matrix
     return values, gradients, agreement
-
-
-def _project(hidden: torch.Tensor, lm_head: torch.Tensor) -> torch.Tensor:
-    """[..., H] -> [..., V] logits, in float32 or wider."""
-    if lm_head.is_cuda and lm_head.dtype != torch.float32:
-        # Straight from the accumulator: neither a rounding nor another pass over the logits.
-        flat = torch.mm(hidden.flatten(0, -2), lm_head.T, out_dtype=torch.float32)
-        return flat.unflatten(0, hidden.shape[:-1])
-    return F.linear(hidden, lm_head).to(torch.promote_types(lm_head.dtype, torch.float32))
