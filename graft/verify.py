@@ -12,7 +12,13 @@ from graft.formats import head_form
 from graft.head_check import is_fp8_block, shape_problems, value_problems
 from graft.index import INDEX_NAME, index_of
 from graft.layout import base_tensor_names, count_head_layers, count_key, declared_layers
-from graft.manifest import MANIFEST_NAME, SCHEMA_VERSION, file_digests, read_manifest
+from graft.manifest import (
+    MANIFEST_NAME,
+    SCHEMA_VERSION,
+    file_digests,
+    read_manifest,
+    tensor_digests,
+)
 from graft.modules import is_multimodal
 from graft.reader import HEAD_PREFIX, Checkpoint
 from graft.schemes import precision_problems
@@ -133,10 +139,11 @@ def _file_problems(grafted: Checkpoint) -> list[str] | str:
     tensors = manifest["head"]["tensor_sha256"]
     if set(tensors) != set(grafted.head_names):
         problems.append("the head's tensors are not those of the manifest")
+    recorded_names = [name for name in grafted.head_names if name in tensors]
     problems += [
         f"{name} has changed since the graft"
-        for name in grafted.head_names
-        if name in tensors and grafted.digest(name) != tensors[name]
+        for name, digest in tensor_digests(grafted, recorded_names).items()
+        if digest != tensors[name]
     ]
     return problems
 

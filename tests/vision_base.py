@@ -14,7 +14,7 @@ def save_vision_base(folder, dense=False):
         "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2,
         "layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 2,
         "num_key_value_heads": 1, "head_dim": 32, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
         "max_position_embeddings": 256, "mtp_num_hidden_layers": 1, "eos_token_id": 3,
         "bos_token_id": 3, "initializer_range": 0.2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
