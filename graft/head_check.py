@@ -16,6 +16,7 @@ from graft.reader import HEAD_PREFIX, TensorStore
 from graft.values import FLOAT_DTYPES, float_values
 
 FP8_BLOCK_SCALE = ".weight_scale_inv"
+INPUT_NORM = ".input_layernorm.weight"
 MAX_WEIGHT = 2688.0
 """No trained weight is this large; a forgotten reciprocal makes the largest one far larger."""
 # The largest weight that a tensor scale allows: code 6, block scale 448.
@@ -66,7 +67,6 @@ def value_problems(store: TensorStore) -> list[str]:
     scale stored as its own reciprocal; norms that are not stored around zero.
     """
     problems = []
-    means: dict[str, float] = {}
     for name in sorted(name for name in store.names if name.startswith(HEAD_PREFIX)):
         dtype, part = store.info(name).dtype, name.rpartition(".")[2]
         if dtype not in FLOAT_DTYPES:
@@ -81,18 +81,29 @@ def value_problems(store: TensorStore) -> list[str]:
                 break
             if part in LARGEST and LARGEST[part](values[0]) > MAX_WEIGHT:
                 problems.append(f"{name} is {values[0]:.3g}: the reciprocal of what is meant")
-            if name.endswith("input_layernorm.weight"):
-                means[name] = float(values.mean())
         if name.endswith((".gate_proj.weight_scale_2", ".gate_proj.weight_global_scale")):
             partner = name.replace(".gate_proj.", ".up_proj.")
             if partner in store and store.digest(name) != store.digest(partner):
                 problems.append(f"{name} differs from {partner}: vLLM uses one for both")
-    if means and all(abs(mean - 1) < 0.25 for mean in means.values()):
+    if near_one := norms_near_one(store):
         problems.append(
-            f"{', '.join(means)} have means near 1: these norms are stored without the 1 that the "
-            f"model adds, so subtract 1 from all norms of the head"
+            f"{', '.join(near_one)}: these norms are stored without the 1 that the model adds, so "
+            f"subtract 1 from all norms of the head"
         )
     return problems
+
+
+def norms_near_one(store: TensorStore) -> list[str]:
+    """Input norms that betray a baked-in 1, with their means; only if all of the head's do."""
+    names = [n for n in store.names if n.startswith(HEAD_PREFIX) and n.endswith(INPUT_NORM)]
+    found = []
+    for name in names:
+        info = store.info(name)
+        if info.dtype in FLOAT_DTYPES and 0 < info.nbytes < 2**20:
+            mean = float(float_values(b"".join(store.chunks(name)), info.dtype).mean())
+            if abs(mean - 1) < 0.25:
+                found.append(f"{name} with mean {mean:.3f}")
+    return found if len(found) == len(names) else []
 
 
 def is_fp8_block(store: TensorStore) -> bool:

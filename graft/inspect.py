@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from graft.errors import UserError
 from graft.formats import head_form
-from graft.head_check import is_fp8_block, shape_problems
+from graft.head_check import is_fp8_block, norms_near_one, shape_problems
 from graft.index import index_of
 from graft.layout import (
     TRUNK_PREFIXES,
@@ -36,7 +36,6 @@ from graft.manifest import MANIFEST_NAME
 from graft.modules import is_multimodal
 from graft.reader import HEAD_PREFIX, Checkpoint
 from graft.schemes import precision_problems, read_statement
-from graft.values import FLOAT_DTYPES, float_values
 
 SCHEMA_VERSION = 1
 NUM_SHOWN = 10
@@ -220,7 +219,7 @@ def _problems(checkpoint: Checkpoint, num_layers: int) -> Iterator[Problem]:
         if wrong:
             what = f"{INCOMPLETE}: {len(wrong)} wrong of a {num_layers}-layer {form} head"
             yield Problem(severity="error", what=what, details=tuple(wrong))
-    if near_one := _norms_near_one(checkpoint):
+    if near_one := norms_near_one(checkpoint):
         what = "norms stored with the 1 that the model adds (means near 1)"
         yield Problem(severity="error", what=what, details=tuple(near_one))
     try:
@@ -265,19 +264,6 @@ def _file_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
     size = checkpoint.index_metadata.get("total_size")
     if size != wanted:
         yield Problem(severity="warning", what=f"the index's total_size is {size}, not {wanted}")
-
-
-def _norms_near_one(checkpoint: Checkpoint) -> list[str]:
-    """Head input norms that betray a baked-in 1; Qwen stores them around zero."""
-    found = []
-    names = [n for n in checkpoint.head_names if n.endswith(".input_layernorm.weight")]
-    for name in names:
-        info = checkpoint.info(name)
-        if info.dtype in FLOAT_DTYPES and 0 < info.nbytes < 2**20:
-            mean = float(float_values(b"".join(checkpoint.chunks(name)), info.dtype).mean())
-            if abs(mean - 1) < 0.25:
-                found.append(f"{name}: mean {mean:.3f}")
-    return found if len(found) == len(names) else []
 
 
 def _head_facts(checkpoint: Checkpoint, num_layers: int, problems: list[Problem]) -> HeadFacts:

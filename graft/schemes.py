@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from graft.config_patch import FP8_KEYS
 from graft.errors import UserError
 from graft.formats import Form, quantization_blocks
 from graft.ignore import wrong_modules
@@ -72,10 +73,10 @@ class Statement:
     @property
     def entries(self) -> tuple[str, ...]:
         """The exclusion list that vLLM reads."""
-        for key in ("ignore", "exclude_modules", "ignored_layers", "modules_to_not_convert"):
-            if self.read.get(key):
-                return tuple(self.read[key])
-        return ()
+        keys: tuple[str, ...] = ("ignore",) if "quant_method" in self.read else ("exclude_modules",)
+        if self.read.get("quant_method") == "fp8":
+            keys = FP8_KEYS
+        return tuple(next((self.read[key] for key in keys if self.read.get(key)), ()))
 
     @property
     def targets(self) -> dict[str, bool]:
@@ -104,8 +105,8 @@ def read_statement(checkpoint: Checkpoint) -> Statement:
 def _stated_name(block: Json | None, inner: Json | None) -> str:
     if block is None and inner is None:
         return "none"
-    stated = block or {}
-    method = str(stated.get("quant_method", "modelopt")).lower()
+    stated: Json = block if block is not None else {"quant_method": "modelopt"}
+    method = str(stated.get("quant_method") or "a block without quant_method").lower()
     if method.startswith("modelopt"):
         algo = str(stated.get("quant_algo") or (inner or {}).get("quant_algo")).upper()
         groups = stated.get("config_groups")

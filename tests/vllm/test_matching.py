@@ -191,7 +191,7 @@ def our_verdict(rules: Any, module: LinearModule) -> Any:
     if rules.excludes(module):
         return True
     if isinstance(rules, MixedRules):
-        return resolve_mixed(module.prefix, rules.algos, rules.fused(module))
+        return matching.resolve_mixed(module.prefix, rules.algos, rules.fused(module))
     return False
 
 
@@ -224,6 +224,12 @@ def no_containment(prefix, entries, fused, original=matching.is_skipped):
     return original(prefix, entries, fused) if "experts" not in prefix else prefix in entries
 
 
+def no_siblings(prefix, algos, fused):
+    if prefix.endswith(".experts") and not any(name.startswith(prefix) for name in algos):
+        return None
+    return resolve_mixed(prefix, algos, fused)
+
+
 @pytest.mark.parametrize(
     ("family", "name", "broken"),
     [
@@ -234,6 +240,7 @@ def no_containment(prefix, entries, fused, original=matching.is_skipped):
         ("compressed-tensors", "match_target",
          lambda name, kind, targets, fused: match_target(name, "", targets, fused)),
         ("mixed", "_mixed_spellings", lambda prefix: []),
+        ("mixed", "resolve_mixed", no_siblings),
     ],
 )  # fmt: skip
 def test_a_changed_rule_is_caught(family, name, broken, modules, monkeypatch):

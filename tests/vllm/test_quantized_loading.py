@@ -36,8 +36,9 @@ LAYOUT: dict[str, Any] = {
 SHARDS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
 
 
-def grafted(folder: Path, quantized: str | None, form: str) -> Path:
-    base = write_base(folder / "base", quantized=quantized, declared=1, **LAYOUT)
+def grafted(folder: Path, quantized: str | None, form: str, **text: Any) -> Path:
+    layout = LAYOUT | {"text": LAYOUT["text"] | text}
+    base = write_base(folder / "base", quantized=quantized, declared=1, **layout)
     head = write_tiny_head(folder / "head", base, form=form)
     return write_graft(plan_graft(base, head), folder / "out").out
 
@@ -239,7 +240,8 @@ def test_C6_compressed_tensors_without_config_groups_can_not_be_loaded(tmp_path,
 
 @pytest.mark.parametrize("name", ["compressed-tensors W4A4", "FP8 block"])
 def test_the_modules_that_we_judge_are_those_that_vllm_asks_about(tmp_path, load, name):
-    folder = grafted(tmp_path, name, "bf16-per-expert")
+    kinds = ["linear_attention", "full_attention"]
+    folder = grafted(tmp_path, name, "bf16-per-expert", layer_types=kinds)
     load(folder, target_too=name.startswith("compressed"))
     asked = {
         prefix for kind, prefix in load.asked if kind not in ("Attention", "VocabParallelEmbedding")
