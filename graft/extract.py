@@ -121,6 +121,13 @@ def _metadata(
 ) -> dict[str, Any]:
     """head.json: what the graft remembered of the head, or what the checkpoint itself says."""
     head = read_manifest(source.folder)["head"] if grafted else {}
+    remembered = ("base_fingerprint", "provenance", "quantization", "acceptance")
+    if wrong := [key for key in remembered if not isinstance(head.get(key), dict | None)]:
+        raise UserError(
+            f"a manifest of mtp graft in {source.folder / MANIFEST_NAME}",
+            f"no object under {', '.join(wrong)}",
+            "restore that file",
+        )
     quantization = head.get("quantization")
     if form.startswith("nvfp4") and quantization is None:
         quantization = {"quant_algo": "NVFP4", "group_size": NVFP4_BLOCK}

@@ -186,11 +186,11 @@ def _checked(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
     changes, files = manifest.get("changes"), manifest["files"]
     edited, lost = manifest.get("base_files"), manifest.get("base_sha256")
     left_out = changes.get("left_out") if isinstance(changes, dict) else None
-    sound = all(isinstance(file, dict) for file in files.values())
+    sound = all(isinstance(f, dict) and isinstance(f.get("storage"), str) for f in files.values())
     if not isinstance(edited, dict) or not isinstance(lost, dict) or not isinstance(left_out, list):
         sound = False
     elif sound:
-        kept = [name for name, file in files.items() if file.get("storage") != "written"]
+        kept = [name for name, file in files.items() if file["storage"] != "written"]
         names: list[Any] = [*kept, *edited, *dict.fromkeys(map(str, (*lost, *left_out)))]
         sound = len(names) == len(set(names)) and all(map(is_file_name, (*files, *names)))
     if not sound:

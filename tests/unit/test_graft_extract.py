@@ -91,6 +91,17 @@ def test_a_head_that_is_absent_or_not_whole_is_refused_and_nothing_is_written(tm
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("key", ["base_fingerprint", "provenance", "quantization", "acceptance"])
+def test_a_manifest_that_remembers_something_else_is_refused(tmp_path, key):
+    base = write_base(tmp_path / "base")
+    out = write_graft(plan_graft(base, write_tiny_head(tmp_path / "h", base)), tmp_path / "o").out
+    manifest = json.loads((out / "graft.manifest.json").read_text())
+    manifest["head"][key] = "re:("
+    (out / "graft.manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=key):
+        extract_head(out, tmp_path / "head")
+
+
 def test_the_checkpoint_itself_is_never_the_output(tmp_path):
     base = write_base(tmp_path / "base", declared=1, head_layers=1)
     with pytest.raises(UserError, match="apart from the input"):

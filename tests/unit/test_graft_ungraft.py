@@ -211,6 +211,8 @@ def lie(manifest, how):
         manifest["changes"]["left_out"] = ["../../etc"]
     elif how == "no base files":
         del manifest["base_files"]
+    elif how == "no storage":
+        del files["README.md"]["storage"]
     elif how == "other bytes":
         old["config.json"]["sha256"] = "0" * 64
     elif how == "not base64":
@@ -220,7 +222,7 @@ def lie(manifest, how):
 @pytest.mark.parametrize(
     "how",
     ["path outside", "base file outside", "base file over a shard", "left out outside",
-     "no base files", "other bytes", "not base64"],
+     "no base files", "no storage", "other bytes", "not base64"],
 )  # fmt: skip
 def test_a_manifest_that_lies_writes_nothing(tmp_path, how):
     _, out = grafted(tmp_path, {})
