@@ -14,6 +14,7 @@ from mtp.cli.options import (
     AsJson,
     Base,
     Data,
+    EngineOptions,
     Head,
     LinkKind,
     Out,
@@ -21,6 +22,7 @@ from mtp.cli.options import (
     RecipeFile,
     Report,
     emit,
+    parse_engine_options,
     parse_size,
 )  # fmt: skip
 
@@ -80,6 +82,7 @@ def verify_command(
     data: Annotated[
         Path | None, typer.Option("--data", help="Prompts for --vllm; a few texts without it.")
     ] = None,
+    engine_options: EngineOptions = None,
     as_json: AsJson = False,
 ) -> None:
     """Reopen a grafted checkpoint and prove it: base bytes, head, scales, index, config.
@@ -103,7 +106,10 @@ def verify_command(
         from mtp.serving.routing_proof import prove_routing
 
         prompts = proof_prompts(checkpoint, data)
-        proof = prove_routing(checkpoint, prompts, vllm_python=vllm_python)
+        proof = prove_routing(
+            checkpoint, prompts, vllm_python=vllm_python,
+            engine_options=parse_engine_options(engine_options),
+        )  # fmt: skip
         result["proof"], proven = proof.as_dict(), proof.verdict == "routed"
         if not as_json:
             print(proof.as_text())
@@ -127,6 +133,7 @@ def probe_command(
         list[str] | None, typer.Option(help="LABEL=REPORT of `mtp eval` or `mtp quantize`.")
     ] = None,
     recipe: RecipeFile = None,
+    engine_options: EngineOptions = None,
     as_json: AsJson = False,
     report: Report = None,
 ) -> None:
@@ -143,7 +150,7 @@ def probe_command(
         raise typer.BadParameter("each --checkpoint needs a label of its own")
     result = compare_runtimes(
         checkpoints, _labelled(predicted or []), data, load_recipe(recipe).eval,
-        vllm_python=vllm_python,
+        vllm_python=vllm_python, engine_options=parse_engine_options(engine_options),
     )  # fmt: skip
     title = f"vLLM {result['vllm_version']}, greedy; cumulative acceptance"
     emit(result, as_json, report, acceptance_table(table_rows(result), title))

@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from graft.errors import UserError
+
 Base = Annotated[Path, typer.Option("--base", help="The base model's folder.")]
 Data = Annotated[Path, typer.Option("--data", help="Folder of `mtp data prepare`.")]
 Head = Annotated[Path, typer.Option("--head", help="The head's folder.")]
@@ -20,6 +22,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="TOML recipe; see recipes/.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1 ...")]
 Report = Annotated[Path | None, typer.Option("--report", help="Also write the JSON here.")]
+EngineOptions = Annotated[
+    str | None,
+    typer.Option(help="More arguments of vllm.LLM, as JSON: '{\"tensor_parallel_size\": 2}'."),
+]
 
 
 class Runtime(StrEnum):
@@ -48,6 +54,25 @@ def parse_size(text: str) -> int:
     if not size:
         raise typer.BadParameter(f"{text!r} is not a size, such as 5GB or 500MiB")
     return size
+
+
+def parse_engine_options(text: str | None) -> dict[str, Any] | None:
+    """The dictionary behind --engine-options.
+
+    Raises:
+        UserError: not a JSON object.
+    """
+    if text is None:
+        return None
+    try:
+        options = json.loads(text)
+    except json.JSONDecodeError:
+        options = None
+    if not isinstance(options, dict):
+        raise UserError(
+            "a JSON object for --engine-options", text, "write '{\"tensor_parallel_size\": 2}'"
+        )
+    return options
 
 
 def emit(result: dict[str, Any], as_json: bool, report: Path | None, table: Any) -> None:

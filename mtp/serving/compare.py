@@ -28,6 +28,7 @@ def compare_runtimes(
     recipe: EvalRecipe,
     *,
     vllm_python: Path,
+    engine_options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Serve each checkpoint stock and routed, on the prompts that `mtp eval` uses.
 
@@ -38,6 +39,7 @@ def compare_runtimes(
         data: folder of `mtp data prepare`.
         recipe: prompts and tokens.
         vllm_python: interpreter of the environment with vLLM and the plugin.
+        engine_options: more keyword arguments of `vllm.LLM`.
 
     Returns:
         {"rows": [metrics with label, runtime, same_tokens], "vllm_version", "plain"}.
@@ -59,7 +61,12 @@ def compare_runtimes(
             )
         report = read_report(path, "after", "runtime")
         expected.append((label, report.get("after", report)))
-    runs = _runs(checkpoints, [list(prompt.token_ids) for prompt in prompts], recipe.num_tokens)
+    common = {
+        "prompts": [list(prompt.token_ids) for prompt in prompts],
+        "max_tokens": recipe.num_tokens,
+        "engine_options": engine_options,
+    }
+    runs = _runs(checkpoints, common)
     measured = run_probe(vllm_python, runs)
     by_name = {run["name"]: run for run in measured["runs"]}
     plain = by_name.pop("plain")
@@ -90,11 +97,8 @@ def compare_runtimes(
     }
 
 
-def _runs(
-    checkpoints: dict[str, Path], prompts: list[list[int]], num_tokens: int
-) -> list[dict[str, Any]]:
+def _runs(checkpoints: dict[str, Path], common: dict[str, Any]) -> list[dict[str, Any]]:
     first = next(iter(checkpoints.values()))
-    common: dict[str, Any] = {"prompts": prompts, "max_tokens": num_tokens}
     runs = [{"name": "plain", "checkpoint": first, "num_speculative_tokens": None, **common}]
     for label, folder in checkpoints.items():
         num_layers = count_head_layers(Checkpoint(folder).names)

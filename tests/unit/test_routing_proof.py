@@ -228,6 +228,16 @@ def test_the_command_prints_both_and_exits_by_the_verdict(words, engines, twin, 
     assert result["ok"] and result["proof"]["verdict"] == verdict
 
 
+def test_engine_options_reach_both_engines(words, engines):
+    arguments = ["verify", str(words), "--vllm", "--vllm-python", "python", "--engine-options"]
+    CliRunner().invoke(app, [*arguments, '{"tensor_parallel_size": 2}'])
+    given = [run["engine_options"] for run in engines["asked"]]
+    assert given == [{"tensor_parallel_size": 2}] * 2
+    for wrong in ("[2]", "{"):
+        result = CliRunner().invoke(app, [*arguments, wrong])
+        assert isinstance(result.exception, UserError) and "JSON object" in str(result.exception)
+
+
 def test_the_command_does_not_serve_a_checkpoint_that_failed(words, engines):
     config = json.loads((words / "config.json").read_text())
     config["text_config"]["mtp_num_hidden_layers"] = 3
