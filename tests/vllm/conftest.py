@@ -25,7 +25,6 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 HERE = Path(__file__).parent
 REQUIRED = os.environ.get("MTP_REQUIRE_VLLM") == "1"
-TINY_NOISE = {"trunk_noise": 4.0, "head_noise": 3.0}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny base with a 4-layer head."""
-    from build_tiny import build
+    from build_tiny import TINY_NOISE, build
 
     return build(tmp_path_factory.mktemp("tiny"), **TINY_NOISE)
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from build_tiny import VOCABULARY, build
-from conftest import TINY_NOISE
+from build_tiny import TINY_NOISE, build
+from comparison import LENGTHS, Comparison, prompts
 from reference import Recorder, ReferenceChain
 
 from mtp.serving.vllm_history import History
-
-LENGTHS = (5, 9, 20, 40, 3, 60, 17, 33, 1, 2)
-NEAR_TIE = 1e-3
 
 CASES: dict[str, dict[str, Any]] = {
     "one batch": {"max_num_batched_tokens": 512, "max_num_seqs": 16},
@@ -34,49 +30,6 @@ CASES: dict[str, dict[str, Any]] = {
         "block_size": 32,
     },
 }
-
-
-def prompts(shared_prefix: int = 0) -> list[dict[str, Any]]:
-    generator = torch.Generator().manual_seed(1)
-    start = torch.randint(1, VOCABULARY, (shared_prefix,), generator=generator).tolist()
-    return [
-        {
-            "prompt_token_ids": start
-            + torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
-        }
-        for length in LENGTHS
-    ]
-
-
-class Comparison:
-    """What came out of comparing every proposal of an engine with the reference."""
-
-    def __init__(self, reference: ReferenceChain, recorder: Recorder, outputs: list[Any]) -> None:
-        num_steps = len(recorder.drafts[0].tokens)
-        texts = {o.request_id: [*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs}
-        hidden = {request: reference.hidden(tokens) for request, tokens in texts.items()}
-        self.num_drafts = self.num_ties = self.num_wrong = 0
-        self.accepted: Counter[int] = Counter()
-        for draft in recorder.drafts:
-            # Inside the engine a request carries a random suffix.
-            request = draft.request if draft.request in texts else draft.request.rsplit("-", 1)[0]
-            tokens = texts[request]
-            if draft.num_known >= len(tokens):
-                continue
-            wanted, margins = reference.drafts(
-                tokens[: draft.num_known], hidden[request], num_steps
-            )
-            self.num_drafts += 1
-            if wanted != draft.tokens:
-                first = [a == b for a, b in zip(wanted, draft.tokens, strict=True)].index(False)
-                if margins[first] < NEAR_TIE:
-                    self.num_ties += 1
-                else:
-                    self.num_wrong += 1
-            following = tokens[draft.num_known : draft.num_known + num_steps]
-            if len(following) == num_steps:
-                same = [a == b for a, b in zip(following, draft.tokens, strict=True)]
-                self.accepted[([*same, False]).index(False)] += 1
 
 
 def serve(engine: Any, folder: Path, num_steps: int, shared_prefix: int = 0, **options: Any) -> Any:
@@ -103,7 +56,7 @@ def test_drafts_equal_the_reference_chain(
 ) -> None:
     shared_prefix = 70 if case == "prefix caching" else 0
     llm, recorder, outputs = serve(engine, tiny, 4, shared_prefix, **CASES[case])
-    found = Comparison(reference, recorder, outputs)
+    found = Comparison(reference, recorder.drafts, outputs)
     assert found.num_wrong == 0
     assert found.num_ties <= found.num_drafts // 100
     assert found.num_drafts > 60
@@ -123,7 +76,7 @@ def test_other_numbers_of_layers_and_steps(
 ) -> None:
     folder = build(tmp_path, num_mtp_layers=num_layers, **TINY_NOISE)
     _, recorder, outputs = serve(engine, folder, num_steps, **CASES["chunks, joining and leaving"])
-    found = Comparison(ReferenceChain(folder), recorder, outputs)
+    found = Comparison(ReferenceChain(folder), recorder.drafts, outputs)
     assert found.num_drafts > 60
     assert found.num_ties <= found.num_drafts // 100
     # One step is stock vLLM's own loop, which appends a wrong token at the end of a prompt chunk.
@@ -153,7 +106,7 @@ def test_the_comparison_sees_a_broken_chain(
         monkeypatch.setattr(WindowChain, "_known_tokens", lambda self, metadata: None)
     case = "one batch" if broken == "reprefill" else "chunks, joining and leaving"
     _, recorder, outputs = serve(engine, tiny, 4, **CASES[case])
-    assert Comparison(reference, recorder, outputs).num_wrong > 0
+    assert Comparison(reference, recorder.drafts, outputs).num_wrong > 0
 
 
 def test_a_full_table_forgets_only_requests_outside_the_batch() -> None:

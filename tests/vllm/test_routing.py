@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from build_tiny import VOCABULARY, build
-from conftest import TINY_NOISE
+from build_tiny import TINY_NOISE, VOCABULARY, build
 
 from graft.errors import UserError
 from mtp.serving.probe_client import run_probe
