@@ -1,8 +1,6 @@
 #!/usr/bin/env bash
 # A head of two steps through everything, while the real one trains: finds failures early and fills
 # the compile caches. vLLM keys them by the checkpoint's path, hence SERVED, a folder of links.
-# Where it is cut short, end its `rounds.py measure` too: it would go on to ask the real engines,
-# which stand in the same place.
 # Usage: rehearse.sh WORK CODE VLLM SERVED (WORK, CODE as for train.sh; VLLM: unpacked there)
 set -euo pipefail
 work=$1 code=$2 vllm=$3 served=$4
@@ -29,9 +27,9 @@ ln -sfn "$work/base" "$rehearsal/base"
 ln -sfn "$work/data" "$rehearsal/data"
 touch "$rehearsal/traces.jsonl"
 RECIPE=$rehearsal/recipe.toml bash "$here/train.sh" "$rehearsal" "$code"
-[ -e "$vllm/edited" ] || python3 "$here/edit_vllm.py" "$vllm/vllm-slim" "$vllm/edited"
 bash "$here/serve.sh" "$rehearsal" "$vllm" "$served"
-python3 "$here/rounds.py" measure "$served/rounds" "$rehearsal/rounds.json" 1
-python3 "$here/rounds.py" stop "$served/rounds"
+python3 "$here/acceptance.py" "$served/rounds" "$rehearsal/acceptance.json" 1 64
+python3 "$here/timing.py" "$served/rounds" "$rehearsal/timing.json" 15
+python3 "$here/engines.py" stop "$served/rounds"
 mv "$served/rounds" "$rehearsal/rounds"
 touch "$rehearsal/rehearsed"

@@ -23,9 +23,10 @@ make data data prepare --base base --source traces.jsonl --source "$code" \
   --licence "see the packages" --max-length 1024 --max-skip 0.05 --out data
 make head train --base base --data data --recipe "$recipe" --out head
 make grafted graft --base base --head head --out grafted
-make eval.json eval --base base --head head --data data --recipe "$recipe" --report eval.json
 make head-nvfp4 quantize --head head --base base --data data --recipe "$recipe" \
   --out head-nvfp4 --report quantize.json
 make grafted-nvfp4 graft --base base --head head-nvfp4 --out grafted-nvfp4
 make verified verify grafted-nvfp4 --base base
+make eval-stock.json eval --base base --head head --data data --recipe "$recipe" \
+  --runtime stock --report eval-stock.json
 touch finished

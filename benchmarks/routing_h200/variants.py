@@ -1,67 +1,131 @@
-"""Write WORK/rounds/variants.json for rounds.py: `python variants.py WORK EDITED_VLLM [--cpu]`."""
+"""Write WORK/rounds/variants.json: what `engines.py` starts and the measurements ask.
+
+    python variants.py trained WORK EDITS [--cpu]   # of what train.sh made: acceptance and speed
+    python variants.py shape WORK EDITS             # layers of the 35B's shape: seconds per step
+
+EDITS holds `vllm` as edit_vllm.py wrote it and `compiled/mtp` as edit_plugin.py did. "shape" has
+random weights, so no draft is ever accepted and every step is the same work: what it times is
+steps, not tokens.
+"""
+
+from __future__ import annotations
 
 import json
+import random
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from mtp.data.prompts import evaluation_prompts
-from mtp.serving.probe import end_tokens
-
 K = 4
+NUM_PROMPTS, MAX_PROMPT_TOKENS = 128, 768
+KINDS = {
+    "trained": [{"concurrency": 1, "requests": 1, "tokens": 200},
+                {"concurrency": 16, "requests": 16, "tokens": 100},
+                {"concurrency": 64, "requests": 64, "tokens": 100}],
+    "shape": [{"concurrency": 1, "requests": 1, "tokens": 64},
+              {"concurrency": 16, "requests": 16, "tokens": 48},
+              {"concurrency": 64, "requests": 64, "tokens": 32}],
+}  # fmt: skip
+# Eight of the 35B-A3B's forty layers, so that four engines fit one GPU.
+SHAPE: dict[str, Any] = {
+    "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text",
+    "dtype": "bfloat16", "hidden_size": 2048, "num_hidden_layers": 8,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 2,
+    "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "num_experts": 256,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "max_position_embeddings": 4096,
+    "vocab_size": 248320, "tie_word_embeddings": False, "mtp_num_hidden_layers": K,
+    "bos_token_id": None, "eos_token_id": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}  # fmt: skip
 
 
-def main(work: Path, edited: Path, cpu: bool) -> None:
-    bf16, nvfp4 = str(work / "grafted"), str(work / "grafted-nvfp4")
+def engine_options(kind: str, cpu: bool) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Options of every engine, and those of compiled and of eager ones."""
     # Rounds repeat prompts, and cached prefixes would hide their prefill.
-    common = {"max_model_len": 1100, "max_num_seqs": 64, "enable_prefix_caching": False}
+    common: dict[str, Any] = {
+        "max_model_len": 1100, "max_num_seqs": 64, "enable_prefix_caching": False,
+    }  # fmt: skip
+    eager = {"enforce_eager": True}
     if cpu:
-        gpu, compiled, eager = {}, {"enforce_eager": True}, {"enforce_eager": True}
-    else:
-        # A fixed cache: engines that start together would count each other's memory as theirs.
-        gpu = {
-            "attention_backend": "TRITON_ATTN", "gdn_prefill_backend": "triton",
-            "gpu_memory_utilization": 0.09, "kv_cache_memory_bytes": 6 << 30,
-            "kernel_config": {"enable_jit_warmup": False},
-        }  # fmt: skip
-        # One token a request where nothing is drafted and in stock's later steps, else K + 1.
-        sizes = sorted({n * m for n in (1, 2, 4, 8, 16, 32, 64) for m in (1, K + 1)})
-        compiled = {"compilation_config": {"cudagraph_capture_sizes": sizes}}
-        eager = {"enforce_eager": True}
+        return common, eager, eager
+    # A fixed cache: engines that start together would count each other's memory as theirs.
+    common |= {
+        "attention_backend": "TRITON_ATTN", "gdn_prefill_backend": "triton",
+        "gpu_memory_utilization": 0.06 if kind == "trained" else 0.2,
+        "kv_cache_memory_bytes": 6 << 30, "kernel_config": {"enable_jit_warmup": False},
+    }  # fmt: skip
+    if kind == "shape":
+        common |= {"load_format": "dummy"}
+    # One token a request where nothing is drafted and in stock's later steps, else K + 1.
+    sizes = sorted({n * m for n in (1, 2, 4, 8, 16, 32, 64) for m in (1, K + 1)})
+    return common, {"compilation_config": {"cudagraph_capture_sizes": sizes}}, eager
+
+
+def variants_of(kind: str, work: Path, edits: Path, cpu: bool) -> dict[str, Any]:
+    common, compiled, eager = engine_options(kind, cpu)
+    bf16, nvfp4 = work / ("grafted" if kind == "trained" else "shape"), work / "grafted-nvfp4"
     off, on = {"MTP_GRAFT_ROUTING": "off"}, {"MTP_GRAFT_ROUTING": "on"}
-    edit = {**off, "PYTHONPATH_FIRST": str(edited)}
     plans = {
         "plain": (bf16, None, compiled, off),
         "stock": (bf16, K, compiled, off),
         "routed": (bf16, K, compiled, on),
-        "edited": (bf16, K, compiled, edit),
-        "stock-eager": (bf16, K, eager, off),
-        "routed-eager": (bf16, K, eager, on),
-        "nvfp4-stock": (nvfp4, K, compiled, off),
-        "nvfp4-routed": (nvfp4, K, compiled, on),
+        "edited": (bf16, K, compiled, {**off, "PYTHONPATH_FIRST": str(edits / "vllm")}),
+        "routed-compiled": (bf16, K, compiled, {**on, "PYTHONPATH_FIRST": str(edits / "compiled")}),
     }
-    prompts = evaluation_prompts(work / "data", num_prompts=64, max_prompt_tokens=768)
-    quantized = json.loads((work / "quantize.json").read_text())
-    variants = {
+    if kind == "trained":
+        plans |= {
+            "stock-eager": (bf16, K, eager, off),
+            "routed-eager": (bf16, K, eager, on),
+            "nvfp4-stock": (nvfp4, K, compiled, off),
+            "nvfp4-routed": (nvfp4, K, compiled, on),
+        }
+    return {
         name: {
-            "checkpoint": checkpoint,
+            "checkpoint": str(checkpoint),
             "num_speculative_tokens": steps,
-            "engine": {**common, **gpu, **mode},
+            "engine": common | mode,
             "environment": environment,
         }
         for name, (checkpoint, steps, mode, environment) in plans.items()
-        if not (cpu and ("nvfp4" in name or name == "edited"))
+        if not (cpu and ("nvfp4" in name or "edited" in name or "compiled" in name))
     }
+
+
+def main(kind: str, work: Path, edits: Path, cpu: bool) -> None:
+    plan: dict[str, Any] = {"end_tokens": [], "predicted": {}, "kinds": KINDS[kind]}
+    if kind == "trained":
+        from mtp.data.prompts import evaluation_prompts
+        from mtp.serving.probe import end_tokens
+
+        prompts = evaluation_prompts(
+            work / "data", num_prompts=NUM_PROMPTS, max_prompt_tokens=MAX_PROMPT_TOKENS
+        )
+        plan["prompts"] = [list(prompt.token_ids) for prompt in prompts]
+        plan["end_tokens"] = end_tokens(work / "grafted")
+        for label, file in (("stock", "eval-stock.json"), ("quantized", "quantize.json")):
+            if (work / file).exists():
+                plan["predicted"][label] = json.loads((work / file).read_text())
+    else:
+        (work / "shape").mkdir(parents=True, exist_ok=True)
+        (work / "shape" / "config.json").write_text(json.dumps(SHAPE))
+        generator = random.Random(0)
+        plan["prompts"] = [[generator.randrange(1000, 200_000) for _ in range(64)]
+                           for _ in range(NUM_PROMPTS)]  # fmt: skip
+    variants = variants_of(kind, work, edits, cpu)
+    timed = ["plain", "stock", "routed", "edited", "routed-compiled"]
     folder = work / "rounds"
     folder.mkdir(exist_ok=True)
-    plan = {
-        "prompts": [list(prompt.token_ids) for prompt in prompts],
-        "end_tokens": end_tokens(work / "grafted"),
+    plan |= {
         "hardware": "CPU" if cpu else torch.cuda.get_device_name(),
         "vllm_version": _version(),
-        "predicted": {"bf16": quantized["before"], "nvfp4": quantized["after"]},
+        "acceptance": list(variants),
+        "timing": [name for name in timed if name in variants],
+        "rarely": ["plain", "stock", "routed-compiled"],
         "variants": variants,
     }
     (folder / "variants.json").write_text(json.dumps(plan))
@@ -77,4 +141,4 @@ def _version() -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), "--cpu" in sys.argv)
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), "--cpu" in sys.argv)

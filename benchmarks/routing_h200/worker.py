@@ -1,73 +1,110 @@
 """One vLLM engine that measures on request: `python worker.py FOLDER`.
 
-FOLDER/spec.json says what to serve. Each FOLDER/request-N.json is answered by result-N.json. An
-engine a process, all on one GPU and idle but for the one that is asked: so rounds of different
-variants can alternate within seconds, which no restart could give.
+FOLDER/spec.json says what to serve; requests come over FOLDER/socket, and the worker sleeps between
+them. An engine a process, several on one GPU and idle but for the one that is asked: so rounds of
+different variants can alternate within a second, which no restart could give.
 """
 
-import itertools
+from __future__ import annotations
+
+import gc
 import json
+import os
+import statistics
 import sys
 import time
 import traceback
+from multiprocessing.connection import Listener
 from pathlib import Path
+from typing import Any
 
 from mtp.serving.probe import _counters, _difference
 
 
-def generate(llm, prompts, concurrency, max_tokens, ignore_eos, end_tokens):
-    """Keep `concurrency` requests in flight until all prompts are done."""
+def generate(
+    llm: Any,
+    prompts: list[list[int]],
+    concurrency: int,
+    max_tokens: int,
+    end_tokens: list[int] | None = None,
+) -> dict[str, Any]:
+    """Keep `concurrency` requests in flight until all prompts are done.
+
+    Returns seconds in all, seconds of each engine step, and for each prompt the number of tokens
+    that each of its steps gave: with speculation, one more than were accepted.
+    """
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     sampling = SamplingParams(
-        temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos, detokenize=False,
-        stop_token_ids=[] if ignore_eos else end_tokens,
+        temperature=0.0, max_tokens=max_tokens, ignore_eos=end_tokens is None, detokenize=False,
+        stop_token_ids=end_tokens or [], output_kind=RequestOutputKind.DELTA,
     )  # fmt: skip
-    engine, waiting, outputs = llm.llm_engine, list(enumerate(prompts)), {}
-    in_flight, serial = 0, str(time.monotonic_ns())
-    started = time.perf_counter()
+    engine, waiting = llm.llm_engine, list(enumerate(prompts))
+    outputs: list[list[int]] = [[] for _ in prompts]
+    increments: list[list[int]] = [[] for _ in prompts]
+    in_flight, serial, steps = 0, str(time.monotonic_ns()), []
+    started = last = time.perf_counter()
     while waiting or in_flight:
         while waiting and in_flight < concurrency:
             index, prompt = waiting.pop(0)
             engine.add_request(f"{serial}-{index}", {"prompt_token_ids": prompt}, sampling)
             in_flight += 1
         for output in engine.step():
-            if output.finished:
-                in_flight -= 1
-                index = int(output.request_id.split("-")[1])
-                outputs[index] = list(output.outputs[0].token_ids)
-    seconds = time.perf_counter() - started
-    return seconds, [outputs[index] for index in range(len(prompts))]
+            index = int(output.request_id.split("-")[1])
+            if new := list(output.outputs[0].token_ids):
+                outputs[index] += new
+                increments[index].append(len(new))
+            in_flight -= output.finished
+        now = time.perf_counter()
+        steps.append(now - last)
+        last = now
+    return {
+        "seconds": last - started, "step_seconds": steps, "outputs": outputs,
+        "increments": increments,
+    }  # fmt: skip
 
 
-def main(folder: Path) -> None:
-    spec = json.loads((folder / "spec.json").read_text())
+def start(spec: dict[str, Any]) -> Any:
+    """The engine of a spec."""
     from vllm import LLM
 
     num_steps = spec["num_speculative_tokens"] or 0
     arguments = dict(spec["engine"])
     if num_steps:
         arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": num_steps}
+    return LLM(spec["checkpoint"], skip_tokenizer_init=True, disable_log_stats=False, **arguments)
+
+
+def main(folder: Path) -> None:
+    spec = json.loads((folder / "spec.json").read_text())
+    if spec.get("cores"):  # before any thread or process is started: they inherit it
+        os.sched_setaffinity(0, spec["cores"])
     started = time.perf_counter()
-    llm = LLM(spec["checkpoint"], skip_tokenizer_init=True, disable_log_stats=False, **arguments)
+    llm, num_steps = start(spec), spec["num_speculative_tokens"] or 0
     ready = {"seconds_to_start": time.perf_counter() - started}
-    (folder / "ready.json").write_text(json.dumps(ready))
-    for number in itertools.count():
-        request_path = folder / f"request-{number}.json"
-        while not request_path.exists():
-            time.sleep(0.01)
-        time.sleep(0.02)
-        request = json.loads(request_path.read_text())
-        before = _counters(llm, num_steps)
-        seconds, outputs = generate(llm, **request)
-        time.sleep(0.1)  # the counters arrive with the engine's next message
-        counters = _difference(_counters(llm, num_steps), before)
-        result = {"seconds": seconds, "num_tokens": sum(map(len, outputs)), **counters}
-        if not request["ignore_eos"]:
-            result["outputs"] = outputs
-        part = folder / "result.part"
-        part.write_text(json.dumps(result))
-        part.rename(folder / f"result-{number}.json")
+    gc.collect()
+    gc.freeze()
+    with Listener(str(folder / "socket"), "AF_UNIX") as listener:
+        (folder / "ready.json").write_text(json.dumps(ready))
+        while True:
+            with listener.accept() as connection:
+                request = connection.recv()
+                detailed = request.pop("detailed", False)
+                before = _counters(llm, num_steps) if detailed else None
+                gc.disable()
+                result = generate(llm, **request)
+                gc.enable()
+                result["num_tokens"] = sum(map(len, result["outputs"]))
+                result["num_drafts"] = sum(len(i) - 1 for i in result["increments"])
+                result["median_step"] = statistics.median(result["step_seconds"])
+                result["num_steps"] = len(result.pop("step_seconds"))
+                if detailed:
+                    time.sleep(0.1)  # the counters arrive with the engine's next message
+                    result |= {"counters": _difference(_counters(llm, num_steps), before)}
+                else:
+                    del result["outputs"], result["increments"]
+                connection.send(result)
 
 
 if __name__ == "__main__":
