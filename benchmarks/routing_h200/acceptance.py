@@ -73,7 +73,7 @@ def summarize(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     resampled = {
         name: accepted[drawn].sum(1) / drafts[drawn].sum(1)
         for name, (drafts, accepted) in tables.items()
-        if drafts.any()
+        if found[name][0]["counters"]["num_drafts"]  # plain has none
     }
     report: dict[str, Any] = {"variants": {}, "ratios": {}}
     for name, passes in found.items():

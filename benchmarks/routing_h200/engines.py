@@ -28,16 +28,18 @@ def plan_of(work: Path) -> dict[str, Any]:
 
 
 def start(work: Path, timeout: float, names: list[str]) -> None:
-    """Start engines, each on processor cores of its own, and wait."""
-    variants = plan_of(work)["variants"]
+    """Start engines and wait; those that will be timed get processor cores of their own."""
+    plan = plan_of(work)
+    variants, timed = plan["variants"], plan["timing"]
     names = names or list(variants)
     cores = sorted(os.sched_getaffinity(0))
-    share = len(cores) // len(variants)
+    share = len(cores) // len(timed)
     for name in names:
-        folder, number = work / name, list(variants).index(name)
+        folder = work / name
         folder.mkdir(exist_ok=True)
         spec = dict(variants[name])
-        if share >= 2:
+        if share >= 2 and name in timed:
+            number = timed.index(name)
             spec["cores"] = cores[number * share : (number + 1) * share]
         (folder / "spec.json").write_text(json.dumps(spec))
         log = (folder / "log.txt").open("w")

@@ -1,6 +1,7 @@
 """Speed in many short alternated rounds.
 
     python timing.py WORK OUT.json SECONDS
+    python timing.py pool OUT.json...   # the rounds of several such files together
 
 In a round each variant serves the same prompts, one after the other, and the next round goes
 backwards (ABBA), so that clocks and neighbours hit them alike: every figure is a ratio within its
@@ -97,29 +98,36 @@ def main(work: Path, out: Path, budget: float) -> None:
         "schema_version": 1, "hardware": plan["hardware"], "vllm_version": plan["vllm_version"],
         "kinds": plan["kinds"], "rounds": rounds,
         "ratios": {key: ratios(found) for key, found in rounds.items()},
-        "means": {
-            key: {
-                name: {
-                    label: statistics.fmean([m(r[name]) for r in found if name in r])
-                    for label, m in MEASURES.items()
-                }
-                for name in names
-            }
-            for key, found in rounds.items() if found
-        },
     }  # fmt: skip
     out.write_text(json.dumps(report))
-    for key, table in report["means"].items():
-        for name, row in table.items():
-            print(key, name, f"{row['tokens per second']:.1f} tok/s",
-                  f"{1e3 * row['seconds per step']:.3f} ms a step, median",
-                  f"{1e3 * row['median step']:.3f}")  # fmt: skip
-    for key, table in report["ratios"].items():
-        for pair, row in table.items():
+    show(rounds)
+
+
+def show(rounds: dict[str, list[dict[str, Any]]]) -> None:
+    """Print each variant's means and what a slow neighbour spares, then the ratios."""
+    for key, found in rounds.items():
+        for name in dict.fromkeys(name for one in found for name in one):
+            mine = [one[name] for one in found if name in one]
+            speed, step, _ = (statistics.fmean(map(m, mine)) for m in MEASURES.values())
+            medians = sorted(1e3 * r["median_step"] for r in mine)
+            print(key, name, f"{speed:.1f} tok/s, {1e3 * step:.3f} ms a step; median step of the",
+                  f"rounds: 10 % below {medians[len(medians) // 10]:.3f} ms,",
+                  f"50 % below {medians[len(medians) // 2]:.3f} ms, n={len(mine)}")  # fmt: skip
+    for key, found in rounds.items():
+        for pair, row in ratios(found).items():
             cells = [f"{label} {r['mean']:.4f} [{r['low']:.4f}, {r['high']:.4f}]"
                      for label, r in row.items()]  # fmt: skip
             print(key, pair, *cells, f"n={row['median step']['rounds']}", sep="  ", flush=True)
 
 
+def pool(files: list[Path]) -> None:
+    reports = [json.loads(file.read_text()) for file in files]
+    keys = reports[0]["rounds"]
+    show({key: [one for report in reports for one in report["rounds"][key]] for key in keys})
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]))
+    if sys.argv[1] == "pool":
+        pool([Path(name) for name in sys.argv[2:]])
+    else:
+        main(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]))

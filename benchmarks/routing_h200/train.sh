@@ -27,6 +27,4 @@ make head-nvfp4 quantize --head head --base base --data data --recipe "$recipe" 
   --out head-nvfp4 --report quantize.json
 make grafted-nvfp4 graft --base base --head head-nvfp4 --out grafted-nvfp4
 make verified verify grafted-nvfp4 --base base
-make eval-stock.json eval --base base --head head --data data --recipe "$recipe" \
-  --runtime stock --report eval-stock.json
 touch finished

@@ -1,7 +1,7 @@
 """Serve one case and compare: `python run_case.py NAME FOLDER`, in a process of its own.
 
-Prints its findings as one line of JSON, the last of its output. An engine that fails ends it with
-a traceback: the test that started it reads both.
+Prints its findings as one line of JSON. An engine that fails ends it with a traceback: the test
+that started it reads both.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "vllm")]
 os.environ["TRITON_F32_DEFAULT"] = "ieee"
+# Several engines of one configuration may start at once, and a sabotaged one must not be reused.
+os.environ["VLLM_DISABLE_COMPILE_CACHE"] = "1"
 # Functions are sent to the workers, which are other processes where they are several.
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
 os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
@@ -74,8 +76,8 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     speculator = llm.collective_rpc(recorder.attach)[0]
     ready = time.perf_counter()
     parameters = [
-        SamplingParams(temperature=0, max_tokens=16 + 3 * i, ignore_eos=True, detokenize=False)
-        for i in range(len(case.lengths))
+        SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+        for count in case.max_tokens or [16 + 3 * i for i in range(len(case.lengths))]
     ]
     given = prompts(case.shared_prefix, case.lengths)
     outputs = llm.generate(given, parameters, use_tqdm=False)

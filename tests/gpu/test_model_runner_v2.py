@@ -38,9 +38,10 @@ def findings(name: str, folder: Path) -> dict[str, Any]:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     text = log.read_text(errors="replace")
-    line = text.rstrip().rsplit("\n", 1)[-1]
-    if status == 0 and line.startswith("{"):
-        found: dict[str, Any] = json.loads(line)
+    # vLLM may still log behind it.
+    lines = [line for line in text.splitlines() if line.startswith('{"case": ')]
+    if status == 0 and lines:
+        found: dict[str, Any] = json.loads(lines[-1])
     else:
         found = {"case": name, "expect": CASES[name].expect, "error": f"{status}: {text[-3000:]}"}
     if report := os.environ.get("MTP_GPU_REPORT"):
@@ -49,27 +50,33 @@ def findings(name: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_case(name: str, num_gpus: int, tmp_path: Path) -> None:
-    case = CASES[name]
-    if case.num_gpus > num_gpus:
-        pytest.skip(f"needs {case.num_gpus} GPUs, {num_gpus} here")
-    found = findings(name, tmp_path)
-    assert "error" not in found, found["error"]
+def check(found: dict[str, Any]) -> None:
+    """What is expected of the findings of a case."""
+    name, case = found["case"], CASES[found["case"]]
     routed = found["speculator"] == "MultiModuleMTPSpeculator"
     assert routed == (case.sabotage != "stock")
     assert found["num_drafts"] > 60
     # In bf16 a router may choose another expert, which no logit's margin tells.
     exact = case.near_tie < 1
+    few = 0 if exact else found["num_drafts"] // 50
     assert found["num_wrong_tokens"] <= (0 if exact else found["num_tokens"] // 50)
     if case.expect == "parity":
-        assert found["num_wrong"] <= (0 if exact else found["num_drafts"] // 50)
+        assert found["num_wrong"] <= few
         assert found["num_ties"] <= found["num_drafts"] // (100 if exact else 20)
         # Rejections of every length.
         assert set(found["accepted"]) == {str(k) for k in range(case.num_steps + 1)}
     elif case.expect == "wrong":
-        assert found["num_wrong"] > found["num_drafts"] // 10
+        assert found["num_wrong"] > few
     if case.engine.get("max_num_batched_tokens") == 24:
         assert found["num_chunk_ends"] > 0 and len(found["batch_sizes"]) > 1
     if name == "preemption":
         assert found["num_preemptions"] > 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str, num_gpus: int, tmp_path: Path) -> None:
+    if CASES[name].num_gpus > num_gpus:
+        pytest.skip(f"needs {CASES[name].num_gpus} GPUs, {num_gpus} here")
+    found = findings(name, tmp_path)
+    assert "error" not in found, found["error"]
+    check(found)
