@@ -42,13 +42,16 @@ def test_help_loads_nothing_heavy_and_answers_quickly():
         "except SystemExit: pass\n"
         "print(sorted({'torch', 'transformers', 'datasets', 'modelopt'} & set(sys.modules)))"
     )
-    times = []
-    for _ in range(5):
+
+    def seconds(code: str) -> tuple[float, str]:
         started = time.perf_counter()
-        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-        times.append(time.perf_counter() - started)
-    assert result.stdout.splitlines()[-1] == "[]"
-    assert min(times) < 0.5
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        return time.perf_counter() - started, done.stdout
+
+    # Beside what typer itself needs, in turns, so that a busy machine slows both.
+    runs = [(seconds("import typer, rich.table"), seconds(script)) for _ in range(5)]
+    assert runs[0][1][1].splitlines()[-1] == "[]"
+    assert min(help_[0] for _, help_ in runs) < 3 * min(alone[0] for alone, _ in runs)
 
 
 def test_version():

@@ -118,11 +118,7 @@ def test_counters_agree_with_each_other(runs: dict[str, Any]) -> None:
         assert num_tokens <= made <= num_tokens + K * len(run["outputs"])
 
 
-def test_routing_pays_on_a_trained_head(demo_runs: dict[str, Any]) -> None:
-    assert demo_runs["routed"]["mean_accepted"] > demo_runs["stock"]["mean_accepted"]
-
-
-def test_the_demo_measured_what_it_predicted(demo: Path) -> None:
+def test_the_demo_measured_what_it_predicted_and_routing_pays(demo: Path) -> None:
     served = json.loads((demo / "served.json").read_text())
     mean = {row["label"]: row["mean_accepted"] for row in served["rows"]}
     for label in ("BF16", "NVFP4 twin"):
