@@ -154,7 +154,9 @@ def _usable(
             report.add_read(item)
             if not isinstance(item.value, Conversation | Document):
                 continue
-            digest = bytes.fromhex(content_digest(item.value))[:16]
+            content = content_digest(item.value)
+            report.add_content(item, content)
+            digest = bytes.fromhex(content)[:16]
             if digest in seen:
                 report.add_dropped(item, "duplicate")
             elif isinstance(item.value, Document) and not item.value.text.strip():

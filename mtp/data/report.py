@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -40,9 +41,14 @@ class SplitCounts:
 
 @dataclass(kw_only=True)
 class SourceCounts:
-    """One source: its rows by format, and those that did not become training rows, by reason."""
+    """One source: its rows by format, and those that did not become training rows, by reason.
+
+    `content_sha256` is over what all its sound rows say, in order: a source that was replaced in
+    place shows.
+    """
 
     rows_read: int = 0
+    content_sha256: str = ""
     formats: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
@@ -118,6 +124,12 @@ class PrepareReport:
             self.add_refused(item, str(item.value))
         elif isinstance(item.value, Note):
             self.add_dropped(item, item.value.reason)
+
+    def add_content(self, item: Item, digest: str) -> None:
+        """Add a sound row's digest to its source's."""
+        counts = self.by_source[item.source]
+        chained = f"{counts.content_sha256}{digest}".encode()
+        counts.content_sha256 = hashlib.sha256(chained).hexdigest()
 
     def add_refused(self, item: Item, reason: str) -> None:
         """Note that a place that was read cannot be used."""

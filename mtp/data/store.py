@@ -149,23 +149,31 @@ def load_prepared(folder: Path) -> Any:
     Raises:
         UserError: the folder is missing, incomplete, or of another schema version.
     """
-    from datasets import DatasetDict, load_from_disk
+    from datasets import DatasetDict
 
     folder = Path(folder)
     read_manifest(folder)
     expected = f"splits {' and '.join(SPLITS)} with columns {', '.join(COLUMNS)}"
     action = "prepare the data again"
     try:
-        data = load_from_disk(str(folder))
+        data = DatasetDict({split: _load_split(folder / split) for split in SPLITS})
     except (OSError, ValueError, KeyError) as error:
         raise UserError(expected, f"{folder}: {str(error)[:200]}", action) from error
-    if not isinstance(data, DatasetDict) or not set(SPLITS) <= set(data):
-        raise UserError(expected, f"{folder} without one of them", action)
     for split in SPLITS:
         missing = sorted(set(COLUMNS) - set(data[split].column_names))
         if missing:
             raise UserError(expected, f"no {', '.join(missing)} in {folder}/{split}", action)
     return data
+
+
+def _load_split(folder: Path) -> Any:
+    from datasets import Dataset, DatasetInfo
+
+    if (folder / "state.json").is_file() and not any(folder.glob("*.arrow")):
+        # A split without rows is saved without a file, which `datasets` cannot load again.
+        features = DatasetInfo.from_directory(str(folder)).features
+        return Dataset.from_dict({name: [] for name in features}, features=features)
+    return Dataset.load_from_disk(str(folder))
 
 
 @contextlib.contextmanager
