@@ -51,6 +51,7 @@ def data_prepare(
     Example: mtp data prepare --base base --source traces.jsonl --source src/ --out data
     """
     from mtp.data.prepare import prepare
+    from mtp.data.store import SCHEMA_VERSION
 
     report = prepare(
         base,
@@ -71,4 +72,7 @@ def data_prepare(
     if as_json:
         for row in report.broken[:5]:
             print(f"mtp: skipped {row}", file=sys.stderr)
-    print(json.dumps(report.as_dict(), indent=1) if as_json else report.as_text())
+    if as_json:
+        print(json.dumps({"schema_version": SCHEMA_VERSION, **report.as_dict()}, indent=1))
+    else:
+        print(report.as_text())

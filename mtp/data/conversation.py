@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 CATEGORIES = ("agent", "chat", "code")
 ROLES = ("system", "user", "assistant", "tool")
 UNKNOWN_LICENCE = "unknown"
 # Calls that the model wrote as text, because its system message asked for that.
 _TEXT_CALLS = ("<function=", "<tool_call>", "```mswea_bash_command", "\nAction Input:")
+
+
+_NOT_SAID = frozenset(("id", "source", "licence", "category", "teacher"))
 
 
 class RowError(Exception):
@@ -120,9 +123,11 @@ def content_digest(item: Conversation | Document) -> str:
     Raises:
         RowError: the text is not valid Unicode, so that no tokenizer could read it.
     """
-    fields = asdict(replace(item, id="", source="", licence="", category="", teacher=""))
+    said = {key: value for key, value in vars(item).items() if key not in _NOT_SAID}
     try:
-        return hashlib.sha256(json.dumps(fields, ensure_ascii=False).encode()).hexdigest()
+        # Messages and calls inside are dataclasses too.
+        text = json.dumps(said, ensure_ascii=False, default=vars)
+        return hashlib.sha256(text.encode()).hexdigest()
     except UnicodeEncodeError as error:
         raise RowError("text is not valid Unicode (a lone surrogate)") from error
 

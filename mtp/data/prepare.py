@@ -15,7 +15,6 @@ from mtp.data.conversation import (
     Document,
     RowError,
     checked,
-    content_digest,
     cut_at_mismatch,
 )
 from mtp.data.filters import RowFilter, require_applied
@@ -154,9 +153,7 @@ def _usable(
             report.add_read(item)
             if not isinstance(item.value, Conversation | Document):
                 continue
-            content = content_digest(item.value)
-            report.add_content(item, content)
-            digest = bytes.fromhex(content)[:16]
+            digest = bytes.fromhex(item.digest)[:16]
             if digest in seen:
                 report.add_dropped(item, "duplicate")
             elif isinstance(item.value, Document) and not item.value.text.strip():

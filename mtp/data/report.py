@@ -120,16 +120,13 @@ class PrepareReport:
         counts = self.by_source.setdefault(item.source, SourceCounts())
         counts.rows_read += item.num_rows
         counts.formats[item.format] += item.num_rows
+        if item.digest:
+            chained = f"{counts.content_sha256}{item.digest}".encode()
+            counts.content_sha256 = hashlib.sha256(chained).hexdigest()
         if isinstance(item.value, RowError):
             self.add_refused(item, str(item.value))
         elif isinstance(item.value, Note):
             self.add_dropped(item, item.value.reason)
-
-    def add_content(self, item: Item, digest: str) -> None:
-        """Add a sound row's digest to its source's."""
-        counts = self.by_source[item.source]
-        chained = f"{counts.content_sha256}{digest}".encode()
-        counts.content_sha256 = hashlib.sha256(chained).hexdigest()
 
     def add_refused(self, item: Item, reason: str) -> None:
         """Note that a place that was read cannot be used."""

@@ -49,6 +49,7 @@ class Item:
         format: the format that claimed it, "code" for source files, else "unknown".
         value: what it says; a RowError is a row that is broken, a Note one that is of no use.
         num_rows: rows that it was made of: more than one where a file is a conversation.
+        digest: of what it says, see `content_digest`; "" when there is nothing to learn from.
     """
 
     source: str
@@ -57,6 +58,7 @@ class Item:
     format: str
     value: Conversation | Document | RowError | Note
     num_rows: int = 1
+    digest: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +96,7 @@ def read_source(source: str | Path, ignored: Counter[str], reading: Reading) -> 
         place = replace(place, file=str(file))
         if file.suffix in CODE_SUFFIXES:
             identity = f"{root.resolve().name}/{file.relative_to(root).as_posix()}"
-            yield place.item(_document(file, identity, place.name), line=1, format_name="code")
+            yield place.item(_document(file, identity), line=1, format_name="code")
         else:
             rows = read_rows(file, lambda item: reading.recogniser.file_format(item) is not None)
             yield from _items(place, rows, reading)
@@ -109,8 +111,14 @@ class _Place:
     name: str
 
     def item(self, value: Any, *, line: int, format_name: str, num_rows: int = 1) -> Item:
+        digest = ""
         if isinstance(value, Conversation | Document):
-            value = _named(value, self.name)
+            try:
+                digest = content_digest(value)
+                identity = value.id or f"sha256:{digest[:16]}"
+                value = replace(value, source=self.name, id=identity)
+            except RowError as error:
+                value = error
         return Item(
             source=self.source,
             file=self.file,
@@ -118,6 +126,7 @@ class _Place:
             format=format_name,
             value=value,
             num_rows=num_rows,
+            digest=digest,
         )
 
 
@@ -166,7 +175,7 @@ def _readable(files: list[Path], ignored: Counter[str]) -> list[Path]:
     return [file for file in files if file in wanted]
 
 
-def _document(file: Path, identity: str, source: str) -> Document | RowError:
+def _document(file: Path, identity: str) -> Document | RowError:
     """A source file; Python's own rules find the encoding of a Python file."""
     try:
         if file.suffix == ".py":
@@ -178,7 +187,7 @@ def _document(file: Path, identity: str, source: str) -> Document | RowError:
         return RowError("not text in its declared encoding")
     except OSError as error:
         return RowError(f"cannot be read: {error.strerror}")
-    return Document(id=identity, source=source, text=text)
+    return Document(id=identity, text=text)
 
 
 def _items(place: _Place, rows: Rows, reading: Reading) -> Iterator[Item]:
@@ -209,12 +218,3 @@ def _read_row(row: Any, reading: Reading) -> tuple[str, Any]:
         return "unknown", error
     name, value = reading.recogniser.read(row)
     return name, value if unwanted is None else Note(reason=f"not {unwanted}")
-
-
-def _named(value: Conversation | Document, source: str) -> Conversation | Document | RowError:
-    """The value with its source, and an id made from what it says when it has none."""
-    try:
-        digest = content_digest(value)
-    except RowError as error:
-        return error
-    return replace(value, source=source, id=value.id or f"sha256:{digest[:16]}")

@@ -172,6 +172,27 @@ def test_data_prepare_names_broken_rows(folder, random_base_with_tokenizer, caps
     assert not (folder / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "found"),
+    [
+        ("--format", "alpaca", "'alpaca'"),
+        ("--map", "question", "'question'"),
+        ("--where", "reward", "'reward'"),
+        ("--source", "hub:?split=x", "hub:?split=x"),
+    ],
+)
+def test_data_prepare_refuses_options_that_mean_nothing(
+    option, value, found, folder, random_base_with_tokenizer, capsys, monkeypatch
+):
+    (folder / "rows.jsonl").write_text("")
+    line = mtp_fails(
+        capsys, monkeypatch, "data", "prepare", "--base", random_base_with_tokenizer,
+        "--source", folder / "rows.jsonl", "--out", folder / "out", option, value,
+    )  # fmt: skip
+    assert f"found {found}; " in line and option.removeprefix("--") in line
+    assert not (folder / "out").exists()
+
+
 @pytest.fixture
 def random_base_with_tokenizer(folder):
     from mtp.nano.tokenizer import build_tokenizer

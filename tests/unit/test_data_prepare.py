@@ -253,6 +253,21 @@ def test_grouping_by_length_keeps_padding_small():
     assert lengths.sum() / padded > 0.9
 
 
+def test_the_command_prints_its_report(base, tmp_path):
+    from typer.testing import CliRunner
+
+    from mtp.cli import app
+
+    pairs = write_jsonl(tmp_path / "a.jsonl", [{"q": f"{n}?", "a": f"{n}."} for n in range(3)])
+    command = ["data", "prepare", "--base", str(base), "--source", str(pairs), "--json",
+               "--out", str(tmp_path / "out"), "--map", "prompt=q,response=a"]  # fmt: skip
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    assert printed["schema_version"] == 1
+    assert printed["by_source"][str(pairs)]["formats"] == {"mapped": 3}
+
+
 def test_report_tells_what_became_of_the_rows_of_each_source(base, tmp_path):
     from data_rows import CLAUDE, OPENAI, SCHEMA
 
