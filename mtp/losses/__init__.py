@@ -14,8 +14,7 @@ its logits, u for the teacher's and K u for each divergence whose gradient is ke
 KL, TV or end-to-end TV at K = 4, 13 u for LK. The alternatives: two passes (first the numbers, then
 the gradient) cost 14 u; alignment on starts repeats the teacher for K-1 targets a chunk and still
 needs every chain whole before its gradient is known. At the vocabulary of 248,320 and 8192 targets
-of hidden size 2048, u is 8.3 TFLOP. The price is one more [K, N, H] tensor for LK. Times and peak
-memory of both ways on a CPU: benchmarks/losses.
+of hidden size 2048, u is 8.3 TFLOP. The price is one more [K, N, H] tensor for LK.
 """
 
 from mtp.losses.align import AlignedTargets, align

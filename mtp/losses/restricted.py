@@ -9,7 +9,7 @@ The base's logits are still needed in full, once a target; the head's own favour
 at every n-th target of a chunk only, which is the approximation besides the cut-off. With a share
 r of the vocabulary kept, 1 + K/n + 2 K r products of the vocabulary's size take the place of
 1 + 2 K. What the head favours wrongly between the looked-up targets goes unpunished: that is the
-bias. It is measured in benchmarks/losses, and the reason why this is off by default.
+bias, and the reason why this is off by default.
 
 Shapes: K steps, N targets of a chunk, H hidden size, V vocabulary, M tokens kept.
 """
