@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
+from graft.manifest import HeadFolder
 from graft.reader import Checkpoint
 from mtp.data.prompts import Prompt, evaluation_prompts
 from mtp.data.store import require_tokenizer_of
@@ -202,6 +203,13 @@ def measure(
     }
 
 
+def trained_for(source: HeadFolder) -> tuple[int, Runtime]:
+    """Tokens a round that a head was trained to draft, and the runtime: its own recipe says so."""
+    recipe = source.metadata["provenance"].get("recipe", {}).get("train", {})
+    runtime: Runtime = "stock" if recipe.get("runtime") == "stock" else "routed"
+    return recipe.get("num_speculative_tokens") or source.num_layers, runtime
+
+
 def evaluate(
     base: Path,
     head_folder: Path,
@@ -223,8 +231,6 @@ def evaluate(
     prompts = evaluation_prompts(
         data, num_prompts=recipe.num_prompts, max_prompt_tokens=recipe.max_prompt_tokens
     )
-    # A head of one layer that is repeated drafts as many tokens as it was trained for.
-    trained = source.metadata["provenance"].get("recipe", {}).get("train", {})
-    num_steps = trained.get("num_speculative_tokens") or head.num_layers
+    num_steps, _ = trained_for(source)
     text = continue_prompts(teacher, prompts, recipe.num_tokens, num_steps)
     return measure(teacher, head, text, num_steps=num_steps, runtime=runtime)

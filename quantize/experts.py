@@ -24,7 +24,7 @@ from graft.index import write_json
 from graft.manifest import HEAD_METADATA, HeadFolder, write_head
 from graft.reader import Checkpoint
 from graft.staging import staged_folder
-from mtp.acceptance import continue_prompts, measure
+from mtp.acceptance import continue_prompts, measure, trained_for
 from mtp.data.prompts import evaluation_prompts
 from mtp.data.store import load_prepared, require_tokenizer_of
 from mtp.head import MTPHead, load_head, open_head
@@ -83,8 +83,9 @@ def quantize(
             max_prompt_tokens=recipe.eval.max_prompt_tokens,
         )
         head = load_head(head_folder, experts_implementation="eager").to(teacher.device)
-        text = continue_prompts(teacher, prompts, recipe.eval.num_tokens, head.num_layers)
-        before = measure(teacher, head, text)
+        num_steps, runtime = trained_for(source)
+        text = continue_prompts(teacher, prompts, recipe.eval.num_tokens, num_steps)
+        before = measure(teacher, head, text, num_steps=num_steps, runtime=runtime)
 
         texts = calibration_rows(data, recipe.quantize.calibration_tokens)
         tensors, config = quantize_experts(head, teacher, texts)
@@ -96,7 +97,8 @@ def quantize(
             "provenance": {**trained["provenance"], "calibration": asdict(recipe.quantize)},
         }
         write_head(staging, tensors, metadata)
-        after = measure(teacher, load_head(staging).to(teacher.device), text)
+        quantized = load_head(staging).to(teacher.device)
+        after = measure(teacher, quantized, text, num_steps=num_steps, runtime=runtime)
         write_json(staging / HEAD_METADATA, {**metadata, "acceptance": after})
         bytes_after = sum(tensor.nbytes for tensor in tensors.values())
     return {

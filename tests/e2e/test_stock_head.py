@@ -37,6 +37,8 @@ warmup_steps = 1
 num_prompts = 2
 max_prompt_tokens = 200
 num_tokens = 6
+[quantize]
+calibration_tokens = 512
 """
 
 
@@ -80,6 +82,11 @@ def test_heads_for_a_stock_vllm_go_the_whole_way(prepared, tmp_path, runtime, la
     trained_for = "stock" if runtime == "stock" else "routed"
     assert folder.metadata["acceptance"] == json.loads((tmp_path / trained_for).read_text())
     assert folder.num_layers == layers
+    if runtime == "stock":  # quantization measures what the head was trained for
+        run("quantize", *common, "--head", head, "--out", tmp_path / "nvfp4",
+            "--report", tmp_path / "quantize.json")  # fmt: skip
+        before = json.loads((tmp_path / "quantize.json").read_text())["before"]
+        assert before == folder.metadata["acceptance"]
 
     records = [json.loads(row) for row in (head / "history.jsonl").read_text().splitlines()][1:]
     assert len(records[0]["loss_per_position"]) == 3
