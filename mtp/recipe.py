@@ -170,10 +170,25 @@ class QuantizeRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MixRecipe:
+    """What `mtp data prepare` trains on (`mtp.data.mix`).
+
+    weights: by category (agent, chat, code) or by source; rows that none names are left out.
+    tokens: of all parts together; 0 takes as many as there are without oversampling.
+    max_repeats: how often a conversation may be seen.
+    """
+
+    weights: dict[str, float] = field(default_factory=dict)
+    tokens: int = 0
+    max_repeats: int = 4
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Everything that decides a head's weights and its measurements, but the base and the data."""
 
     base: BaseRecipe = field(default_factory=BaseRecipe)
+    mix: MixRecipe = field(default_factory=MixRecipe)
     head: HeadRecipe = field(default_factory=HeadRecipe)
     loss: LossRecipe = field(default_factory=LossRecipe)
     train: TrainRecipe = field(default_factory=TrainRecipe)
@@ -186,7 +201,7 @@ ABOVE_ZERO = {
     "num_layers", "num_hidden_layers", "hidden_size", "tokens_per_batch", "learning_rate",
     "position_decay", "max_gradient_norm", "num_prompts", "max_prompt_tokens", "num_tokens",
     "rows_per_step", "row_length", "full_attention_interval", "calibration_tokens", "temperature",
-    "until", "probe_every", "favourites",
+    "until", "probe_every", "favourites", "max_repeats",
 }  # fmt: skip
 
 

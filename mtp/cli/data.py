@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -43,6 +45,23 @@ def data_prepare(
     where: Annotated[
         list[str] | None, typer.Option(help="Keep rows with reward>=1, say; may be repeated.")
     ] = None,
+    near_duplicates: Annotated[
+        str, typer.Option(help="together (on one side of the split), drop or ignore.")
+    ] = "together",
+    decontaminate: Annotated[
+        list[Path] | None,
+        typer.Option(help="An evaluation set whose text is left out; may be repeated."),
+    ] = None,
+    mix: Annotated[
+        str | None, typer.Option(help="Weights by category or source: code=0.6,agent=0.4.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Budget of the mix, in tokens.")] = None,
+    recipe: Annotated[
+        Path | None, typer.Option("--recipe", help="TOML with [mix]; --mix and --tokens win.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes; all cores by default.")
+    ] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -50,9 +69,16 @@ def data_prepare(
 
     Example: mtp data prepare --base base --source traces.jsonl --source src/ --out data
     """
+    from mtp.data.mix import parse_weights
     from mtp.data.prepare import prepare
     from mtp.data.store import SCHEMA_VERSION
+    from mtp.recipe import load_recipe
 
+    chosen = load_recipe(recipe).mix
+    if mix is not None:
+        chosen = replace(chosen, weights=parse_weights(mix))
+    if tokens is not None:
+        chosen = replace(chosen, tokens=tokens)
     report = prepare(
         base,
         source,
@@ -67,6 +93,10 @@ def data_prepare(
         format_name=format_name,
         mapping=mapping,
         where=where or (),
+        near_duplicates=near_duplicates,
+        decontaminate=decontaminate or (),
+        mix=chosen,
+        num_workers=workers,
         overwrite=overwrite,
     )
     if as_json:

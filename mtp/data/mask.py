@@ -33,12 +33,14 @@ class Reply:
         cut: a turn boundary from which a window that holds the reply may start.
         head: start of the turn's header.
         start, end: the generated text, the end-of-turn token included.
+        num_calls: tool calls in it.
     """
 
     cut: int
     head: int
     start: int
     end: int
+    num_calls: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,7 @@ def render_rows(conversation: Conversation, renderer: Renderer) -> list[Rendered
                         head=turn.head,
                         start=turn.start,
                         end=turn.end,
+                        num_calls=len(messages[turn.index].tool_calls),
                     )
                     for turn in covered
                 ),

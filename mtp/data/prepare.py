@@ -3,50 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from graft.errors import UserError
 from graft.staging import staged_folder
-from mtp.data.conversation import (
-    UNKNOWN_LICENCE,
-    Conversation,
-    Document,
-    RowError,
-    checked,
-    cut_at_mismatch,
-)
+from mtp.data.conversation import UNKNOWN_LICENCE, Conversation, Document
+from mtp.data.decontaminate import read_evaluation_sets
 from mtp.data.filters import RowFilter, require_applied
 from mtp.data.formats import recogniser
 from mtp.data.hub import HUB_PREFIX
-from mtp.data.mask import RenderedRow, loss_mask, num_edge_tokens, render_rows
-from mtp.data.render import Renderer, load_tokenizer, tokenizer_fingerprint
+from mtp.data.mix import checked_weights
+from mtp.data.render import load_tokenizer, tokenizer_fingerprint
 from mtp.data.report import PrepareReport
+from mtp.data.selection import NEAR_DUPLICATES, Collected, Rules
 from mtp.data.sources import Item, Reading, read_source
-from mtp.data.split import is_held_out
-from mtp.data.store import RowWriter, write_manifest
-from mtp.data.windows import MIN_TOKENS, Window, conversation_windows, document_windows
+from mtp.data.store import write_manifest
+from mtp.data.windows import MIN_TOKENS
+from mtp.data.work import Job, Worker, work_on
 from mtp.progress import track
+from mtp.recipe import MixRecipe
 
-_ITEMS_AT_ONCE = 64
 PROMPTS_ONLY = "prompts only"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What decides the rows, recorded in data.json."""
+    """What decides the rows, recorded in data.json.
 
-    max_length: int
-    held_out_percent: int
-    seed: int
-    max_skip: float
-    thinking: str
-    allow_missing_tools: bool
-    default_licence: str
-    format: str | None
-    map: str | None
-    where: tuple[str, ...]
+    Args:
+        max_length: longest row in tokens.
+        held_out_percent: share of conversations kept for evaluation.
+        seed: decides which ones, and the order in which a mix takes them.
+        max_skip: largest share of rows that may be unusable.
+        thinking: "keep" or "strip", see `Renderer`.
+        allow_missing_tools: accept tool calls in rows without tool schemas.
+        default_licence: for rows and files that do not state one.
+        format_name: read all rows by this format instead of recognising theirs.
+        mapping: keys of prompt and response, see `mtp.data.formats.recogniser`.
+        where: conditions on the rows' fields, see `RowFilter`.
+        near_duplicates: "together" keeps them on one side of the split, "drop" keeps the first
+            of a group, "ignore" does not look for them, nor for held-out text in training rows.
+        decontaminate: files of evaluation sets; rows that hold text of theirs are left out.
+        mix: weights and budget of the training side.
+    """
+
+    max_length: int = 4096
+    held_out_percent: int = 5
+    seed: int = 0
+    max_skip: float = 0.01
+    thinking: str = "keep"
+    allow_missing_tools: bool = False
+    default_licence: str = UNKNOWN_LICENCE
+    format_name: str | None = None
+    mapping: str | None = None
+    where: Sequence[str] = ()
+    near_duplicates: str = "together"
+    decontaminate: Sequence[str | Path] = ()
+    mix: MixRecipe = field(default_factory=MixRecipe)
 
     def __post_init__(self) -> None:
         if self.max_length < MIN_TOKENS:
@@ -57,6 +72,15 @@ class Settings:
             raise UserError("a held-out percentage from 0 to 99", found, "change it")
         if not 0 <= self.max_skip <= 1:
             raise UserError("--max-skip from 0 to 1 (a share)", str(self.max_skip), "change it")
+        if self.near_duplicates not in NEAR_DUPLICATES:
+            expected = f"--near-duplicates {', '.join(NEAR_DUPLICATES)}"
+            raise UserError(expected, repr(self.near_duplicates), "change it")
+        checked_weights(self.mix.weights)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        files = [str(file) for file in self.decontaminate]
+        return asdict(self) | {"where": list(self.where), "decontaminate": files}
 
 
 def prepare(
@@ -64,17 +88,9 @@ def prepare(
     sources: Sequence[str | Path],
     out: Path,
     *,
-    max_length: int = 4096,
-    held_out_percent: int = 5,
-    seed: int = 0,
-    max_skip: float = 0.01,
-    thinking: str = "keep",
-    allow_missing_tools: bool = False,
-    default_licence: str = UNKNOWN_LICENCE,
-    format_name: str | None = None,
-    mapping: str | None = None,
-    where: Sequence[str] = (),
     overwrite: bool = False,
+    num_workers: int | None = None,
+    **settings: Any,
 ) -> PrepareReport:
     """Render, tokenise, mask, window and split the sources; see data.json for what happened.
 
@@ -82,65 +98,78 @@ def prepare(
         base: the base model, for its tokenizer and chat template.
         sources: files or folders of conversations and code, or `hub:` data sets.
         out: the folder to write, readable by `mtp.data.store.load_prepared`.
-        max_length: longest row in tokens.
-        held_out_percent: share of conversations kept for evaluation.
-        seed: decides which ones.
-        max_skip: largest share of rows that may be unusable.
-        thinking: "keep" or "strip", see `Renderer`.
-        allow_missing_tools: accept tool calls in rows without tool schemas.
-        default_licence: for rows and files that do not state one.
-        format_name: read all rows by this format instead of recognising theirs.
-        mapping: keys of prompt and response, see `mtp.data.formats.recogniser`.
-        where: conditions on the rows' fields, see `RowFilter`.
         overwrite: replace an existing `out`.
+        num_workers: processes; None takes all cores. It changes nothing in the rows.
+        settings: the fields of `Settings`.
 
     Raises:
         UserError: for a wrong setting, base or source, or too many unusable rows.
     """
-    base = Path(base)
-    settings = Settings(
-        max_length=max_length,
-        held_out_percent=held_out_percent,
-        seed=seed,
-        max_skip=max_skip,
-        thinking=thinking,
-        allow_missing_tools=allow_missing_tools,
-        default_licence=default_licence,
-        format=format_name,
-        map=mapping,
-        where=tuple(where),
-    )
+    base, out = Path(base), Path(out)
+    chosen = Settings(**settings)
     reading = Reading(
-        recogniser=recogniser(format_name, mapping), filters=tuple(map(RowFilter, where))
+        recogniser=recogniser(chosen.format_name, chosen.mapping),
+        filters=tuple(map(RowFilter, chosen.where)),
     )
     local = [Path(source) for source in sources if not str(source).startswith(HUB_PREFIX)]
     if not sources:
         raise UserError("at least one source", "none", "pass --source")
     report = PrepareReport()
-    with staged_folder(Path(out), overwrite=overwrite, sources=[base, *local]) as staging:
-        tokenizer = load_tokenizer(base)
-        renderer = Renderer(tokenizer, thinking=thinking)
-        writer = RowWriter(staging / ".rows")
+    job = _job(base, chosen, report)
+    with staged_folder(out, overwrite=overwrite, sources=[base, *local]) as staging:
+        worker = Worker(job)
+        collected = Collected(staging / ".rows", _rules(chosen))
         try:
-            items = _usable(sources, reading, report)
-            stream = iter(track(items, "prepare", unit="row"))
-            while batch := list(islice(stream, _ITEMS_AT_ONCE)):
-                _write_batch(batch, renderer, settings, report, writer)
-            report.check(max_skip=max_skip)
+            items = track(_usable(sources, reading, report), "prepare", unit="row")
+            for item, outcome in work_on(items, job, worker, num_workers=num_workers):
+                if outcome.contaminated_by is not None:
+                    report.add_contaminated(item, outcome.contaminated_by)
+                elif outcome.refused:
+                    report.add_refused(item, outcome.refused)
+                else:
+                    report.add_counts(outcome.counts)
+                    licence = item.value.licence
+                    licence = chosen.default_licence if licence == UNKNOWN_LICENCE else licence
+                    collected.add(item, licence, outcome.windows, outcome.keys)
+            copies = collected.deal(report)
+            report.check(max_skip=chosen.max_skip)
             require_applied(reading.filters)
-            writer.save(staging)
+            collected.save(staging, copies)
         finally:
-            writer.close()
+            collected.close()
         write_manifest(
             staging,
             {
-                **tokenizer_fingerprint(base, tokenizer),
-                "settings": vars(settings),
+                **tokenizer_fingerprint(base, load_tokenizer(base)),
+                "settings": chosen.as_dict(),
                 "licences": sorted(report.licences),
                 "report": report.as_dict(),
             },
         )
     return report
+
+
+def _job(base: Path, settings: Settings, report: PrepareReport) -> Job:
+    evaluation = read_evaluation_sets(settings.decontaminate)
+    report.evaluation_items = dict(evaluation.num_items)
+    report.evaluation_items_too_short = dict(evaluation.num_too_short)
+    return Job(
+        base=base,
+        thinking=settings.thinking,
+        max_length=settings.max_length,
+        allow_missing_tools=settings.allow_missing_tools,
+        find_groups=settings.near_duplicates != "ignore",
+        evaluation=evaluation,
+    )
+
+
+def _rules(settings: Settings) -> Rules:
+    return Rules(
+        held_out_percent=settings.held_out_percent,
+        seed=settings.seed,
+        near_duplicates=settings.near_duplicates,
+        mix=settings.mix,
+    )
 
 
 def _usable(
@@ -163,71 +192,3 @@ def _usable(
             else:
                 seen.add(digest)
                 yield item
-
-
-def _write_batch(
-    batch: list[Item],
-    renderer: Renderer,
-    settings: Settings,
-    report: PrepareReport,
-    writer: RowWriter,
-) -> None:
-    for value, windows in _windows(batch, renderer, settings, report):
-        if value.licence == UNKNOWN_LICENCE:
-            value = replace(value, licence=settings.default_licence)
-        held_out = is_held_out(value.id, seed=settings.seed, percent=settings.held_out_percent)
-        counts = report.held_out if held_out else report.train
-        for window in windows:
-            if not window.loss_mask[2:].any():
-                # The first prediction is of the third token, so this row teaches nothing.
-                report.windows_too_short += 1
-                report.supervised_tokens_lost += int(window.loss_mask.sum())
-                continue
-            report.add_row(counts, window.loss_mask, value)
-            report.cut_inside_turn += window.cut_inside
-            writer.add(
-                "held_out" if held_out else "train",
-                input_ids=window.input_ids,
-                loss_mask=window.loss_mask,
-                category=value.category,
-                conversation_id=value.id,
-                source=value.source,
-            )
-
-
-def _windows(
-    batch: list[Item], renderer: Renderer, settings: Settings, report: PrepareReport
-) -> Iterator[tuple[Conversation | Document, list[Window]]]:
-    """Each conversation or document of the batch with its windows."""
-    rendered: list[tuple[Conversation, RenderedRow]] = []
-    documents: list[Document] = []
-    for item in batch:
-        if isinstance(item.value, Document):
-            documents.append(item.value)
-        elif isinstance(item.value, Conversation):
-            try:
-                matched = cut_at_mismatch(item.value)
-                conversation = checked(matched, allow_missing_tools=settings.allow_missing_tools)
-                rows = render_rows(conversation, renderer)
-            except RowError as error:
-                report.add_refused(item, str(error))
-                continue
-            report.cut_at_mismatch += len(matched.messages) < len(item.value.messages)
-            report.split_by_template += len(rows) - 1
-            rendered.extend((conversation, row) for row in rows)
-    encoded = renderer.encode([row.text for _, row in rendered], add_special_tokens=False)
-    for (conversation, row), (ids, offsets) in zip(rendered, encoded, strict=True):
-        windows = conversation_windows(row, ids, offsets, max_length=settings.max_length)
-        mask = loss_mask(offsets, row.replies)
-        kept = sum(int(window.loss_mask.sum()) for window in windows)
-        report.supervised_tokens_lost += int(mask.sum()) - kept
-        report.edge_tokens += num_edge_tokens(offsets, row.replies)
-        report.split_by_length += len(windows) - 1
-        yield conversation, windows
-    texts = [document.text for document in documents]
-    for document, (ids, _) in zip(
-        documents, renderer.encode(texts, add_special_tokens=True), strict=True
-    ):
-        windows = list(document_windows(ids, max_length=settings.max_length))
-        report.split_by_length += max(len(windows) - 1, 0)
-        yield document, windows

@@ -8,10 +8,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from graft.errors import UserError
-from mtp.data.conversation import Conversation, Document, Note, RowError
+from mtp.data.conversation import Note, RowError
+from mtp.data.mix import Part
 from mtp.data.sources import Item
 
 MAX_LISTED, MAX_SHOWN = 1000, 5  # refused rows in data.json, on the terminal
@@ -29,6 +28,16 @@ class BrokenRow:
         return f"{self.file}:{self.line}: {self.reason}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Contaminated:
+    """A row, and the evaluation item whose text it holds; lines from 1."""
+
+    file: str
+    line: int
+    evaluation: str
+    evaluation_line: int
+
+
 @dataclass(kw_only=True)
 class SplitCounts:
     """One side of the split, after windows were cut."""
@@ -36,15 +45,31 @@ class SplitCounts:
     rows: int = 0
     tokens: int = 0
     supervised_tokens: int = 0
-    conversations: set[tuple[str, str]] = field(default_factory=set)
+    conversations: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What is counted apart; `place` is the source as it was asked for, `source` its name."""
+
+    place: str
+    source: str
+    category: str
+    licence: str
+    teacher: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a mix may call it, the more particular first."""
+        return (self.place, self.source, self.category)
 
 
 @dataclass(kw_only=True)
 class SourceCounts:
     """One source: its rows by format, and those that did not become training rows, by reason.
 
-    `content_sha256` is over what all its sound rows say, in order: a source that was replaced in
-    place shows.
+    `licences` counts conversations. `content_sha256` is over what all its sound rows say, in
+    order: a source that was replaced in place shows.
     """
 
     rows_read: int = 0
@@ -52,6 +77,7 @@ class SourceCounts:
     formats: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
+    licences: Counter[str] = field(default_factory=Counter)
 
     @property
     def rows_used(self) -> int:
@@ -76,6 +102,12 @@ class PrepareReport:
         windows_too_short: windows that hold nothing to predict, and are not written.
         supervised_tokens_lost: tokens of replies that fit in no window.
         edge_tokens: tokens over the edge of a reply, left unsupervised.
+        contaminated: rows with text of an evaluation set, the first MAX_LISTED.
+        evaluation_items, evaluation_items_too_short: by file, those looked for and those not.
+        near_duplicates, near_duplicate_groups, largest_group: conversations, see `dedup`.
+        held_out_overlap: share of the training side's runs of 13 supervised tokens that are
+            held out too, before rows were dropped for it.
+        mix: the parts of the mix, if there is one.
     """
 
     by_source: dict[str, SourceCounts] = field(default_factory=dict)
@@ -92,6 +124,14 @@ class PrepareReport:
     windows_too_short: int = 0
     supervised_tokens_lost: int = 0
     edge_tokens: int = 0
+    contaminated: list[Contaminated] = field(default_factory=list)
+    evaluation_items: dict[str, int] = field(default_factory=dict)
+    evaluation_items_too_short: dict[str, int] = field(default_factory=dict)
+    near_duplicates: int = 0
+    near_duplicate_groups: int = 0
+    largest_group: int = 0
+    held_out_overlap: float = 0.0
+    mix: list[Part] = field(default_factory=list)
     train: SplitCounts = field(default_factory=SplitCounts)
     held_out: SplitCounts = field(default_factory=SplitCounts)
 
@@ -139,19 +179,45 @@ class PrepareReport:
         """Note that a place that was read is of no use."""
         self.by_source[item.source].dropped[reason] += item.num_rows
 
-    def add_row(
-        self, counts: SplitCounts, loss_mask: np.ndarray, item: Conversation | Document
+    def add_contaminated(self, item: Item, evaluation: tuple[str, int]) -> None:
+        """Note a row that holds text of an evaluation item, given as (file, line)."""
+        file, line = evaluation
+        self.add_dropped(item, f"text of {file}")
+        if len(self.contaminated) < MAX_LISTED:
+            row = Contaminated(
+                file=item.file, line=item.line, evaluation=file, evaluation_line=line
+            )
+            self.contaminated.append(row)
+
+    def add_counts(self, counts: Counter[str]) -> None:
+        """Add to the fields of these names."""
+        for name, count in counts.items():
+            setattr(self, name, getattr(self, name) + count)
+
+    def add_rows(
+        self,
+        split: str,
+        kind: Kind,
+        *,
+        conversations: int,
+        rows: int,
+        tokens: int,
+        supervised_tokens: int,
     ) -> None:
-        """Note a written row on one side of the split; loss_mask [T] bool."""
-        counts.rows += 1
-        counts.tokens += len(loss_mask)
-        counts.supervised_tokens += int(loss_mask.sum())
-        counts.conversations.add((item.source, item.id))
-        self.categories[item.category] += 1
-        self.licences[item.licence] += 1
-        self.sources[item.source] += 1
-        if item.teacher:
-            self.teachers[item.teacher] += 1
+        """Note the written rows of one kind on one side of the split."""
+        if not rows:
+            return
+        counts = {"train": self.train, "held_out": self.held_out}[split]
+        counts.rows += rows
+        counts.tokens += tokens
+        counts.supervised_tokens += supervised_tokens
+        counts.conversations += conversations
+        self.categories[kind.category] += rows
+        self.licences[kind.licence] += rows
+        self.sources[kind.source] += rows
+        self.by_source[kind.place].licences[kind.licence] += conversations
+        if kind.teacher:
+            self.teachers[kind.teacher] += rows
 
     def check(self, *, max_skip: float) -> None:
         """Refuse a result that stands on too few of the rows.
@@ -195,10 +261,19 @@ class PrepareReport:
             f"tokens lost     {self.supervised_tokens_lost} supervised ones that fit no window;"
             f" {self.edge_tokens} over an edge",
         ]
+        for file, count in self.evaluation_items.items():
+            short = self.evaluation_items_too_short.get(file, 0)
+            lines.append(f"kept clean of   {file}: {count} items, {short} too short to look for")
+        lines += [
+            f"near-duplicates {self.near_duplicates} in {self.near_duplicate_groups} groups on one"
+            f" side each, the largest of {self.largest_group}",
+            f"overlap         {self.held_out_overlap:.1%} of what is trained on is held-out text",
+            *(f"mix             {part}" for part in self.mix),
+        ]
         for name, counts in (("train", self.train), ("held out", self.held_out)):
             share = counts.supervised_tokens / max(counts.tokens, 1)
             lines.append(
-                f"{name:15} {counts.rows} rows of {len(counts.conversations)} conversations,"
+                f"{name:15} {counts.rows} rows of {counts.conversations} conversations,"
                 f" {counts.tokens} tokens, {share:.1%} supervised"
             )
         lines.append(f"categories      {_counts(self.categories)}")
@@ -231,6 +306,14 @@ class PrepareReport:
             "cut_inside_turn": self.cut_inside_turn,
             "supervised_tokens_lost": self.supervised_tokens_lost,
             "edge_tokens": self.edge_tokens,
+            "contaminated": [vars(row) for row in self.contaminated],
+            "evaluation_items": self.evaluation_items,
+            "evaluation_items_too_short": self.evaluation_items_too_short,
+            "near_duplicates": self.near_duplicates,
+            "near_duplicate_groups": self.near_duplicate_groups,
+            "largest_group": self.largest_group,
+            "held_out_overlap": round(self.held_out_overlap, 4),
+            "mix": [{**vars(part), "epochs": part.epochs} for part in self.mix],
             "train": _split_dict(self.train),
             "held_out": _split_dict(self.held_out),
         }
@@ -239,7 +322,7 @@ class PrepareReport:
 def _split_dict(counts: SplitCounts) -> dict[str, Any]:
     return {
         "rows": counts.rows,
-        "conversations": len(counts.conversations),
+        "conversations": counts.conversations,
         "tokens": counts.tokens,
         "supervised_tokens": counts.supervised_tokens,
         "supervised_share": round(counts.supervised_tokens / max(counts.tokens, 1), 4),

@@ -1,6 +1,6 @@
 """The prepared folder: a `datasets` DatasetDict plus data.json, written and read.
 
-Rows are streamed to Arrow files first, so memory does not grow with the data.
+Rows are streamed to an Arrow file first, so memory does not grow with the data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _ROWS_A_CHUNK = 256
 
 
 class RowWriter:
-    """Collects rows of both splits in Arrow files under `folder` until they are saved."""
+    """Collects rows in one Arrow file under `folder`, and deals them to the splits at the end.
+
+    Which rows are kept, and how often, can be decided when all have been seen.
+    """
 
     def __init__(self, folder: Path) -> None:
         import pyarrow as pa
@@ -40,63 +43,69 @@ class RowWriter:
                 "category": pa.string(),
                 "conversation_id": pa.string(),
                 "source": pa.string(),
+                "num_replies": pa.int32(),
+                "num_replies_with_calls": pa.int32(),
             }
         )
-        self._pending: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
-        self._writers = {
-            split: pa.ipc.new_stream(str(folder / f"{split}.arrow"), self._schema)
-            for split in SPLITS
-        }
+        self._pending: list[dict[str, Any]] = []
+        self._collected = folder / "collected.arrow"
+        self._writer = pa.ipc.new_stream(str(self._collected), self._schema)
+        self.num_rows = 0
 
-    def add(
-        self,
-        split: str,
-        *,
-        input_ids: np.ndarray,
-        loss_mask: np.ndarray,
-        category: str,
-        conversation_id: str,
-        source: str,
-    ) -> None:
-        """Append a row: input_ids [T] int32, loss_mask [T] bool."""
-        self._pending[split].append(
-            {
-                "input_ids": input_ids,
-                "loss_mask": loss_mask,
-                "category": category,
-                "conversation_id": conversation_id,
-                "source": source,
-            }
-        )
-        if len(self._pending[split]) >= _ROWS_A_CHUNK:
-            self._flush(split)
+    def add(self, **columns: Any) -> None:
+        """Append a row: input_ids [T] int32, loss_mask [T] bool, and the other columns."""
+        self._pending.append(columns)
+        self.num_rows += 1
+        if len(self._pending) >= _ROWS_A_CHUNK:
+            self._flush()
 
-    def save(self, out: Path) -> None:
-        """Write the DatasetDict to `out` and remove the collected files."""
+    def batches(self) -> Iterator[tuple[int, Any]]:
+        """(number of the first row, Arrow batch) of all rows so far; none can be added after."""
+        import pyarrow as pa
+
+        self.close()
+        first = 0
+        with pa.OSFile(str(self._collected)) as file, pa.ipc.open_stream(file) as stream:
+            for batch in stream:
+                yield first, batch
+                first += batch.num_rows
+
+    def save(self, out: Path, copies: dict[str, np.ndarray]) -> None:
+        """Write the DatasetDict to `out`; copies: for each split [N] int64, how often each row."""
+        import pyarrow as pa
         from datasets import Dataset, DatasetDict
 
-        for split in SPLITS:
-            self._flush(split)
-        self.close()
+        files = {split: str(self._folder / f"{split}.arrow") for split in SPLITS}
+        with contextlib.ExitStack() as stack:
+            writers = {
+                split: stack.enter_context(pa.ipc.new_stream(file, self._schema))
+                for split, file in files.items()
+            }
+            for first, batch in self.batches():
+                for split, writer in writers.items():
+                    here = copies[split][first : first + batch.num_rows]
+                    taken = np.repeat(np.arange(batch.num_rows), here)
+                    if len(taken):
+                        writer.write_batch(batch.take(pa.array(taken)))
+        self._collected.unlink()
         with _quiet_progress():
-            DatasetDict(
-                {s: Dataset.from_file(str(self._folder / f"{s}.arrow")) for s in SPLITS}
-            ).save_to_disk(str(out))
+            data = DatasetDict({split: Dataset.from_file(file) for split, file in files.items()})
+            data.save_to_disk(str(out))
         shutil.rmtree(self._folder)
 
     def close(self) -> None:
-        """Close the files; safe to call twice."""
-        for writer in self._writers.values():
-            writer.close()
-        self._writers = {}
+        """Finish the file; safe to call twice."""
+        if self._writer is not None:
+            self._flush()
+            self._writer.close()
+            self._writer = None
 
-    def _flush(self, split: str) -> None:
+    def _flush(self) -> None:
         import pyarrow as pa
 
-        rows = self._pending[split]
-        if rows:
-            self._writers[split].write_batch(pa.RecordBatch.from_pylist(rows, schema=self._schema))
-            rows.clear()
+        if self._pending:
+            self._writer.write_batch(pa.RecordBatch.from_pylist(self._pending, self._schema))
+            self._pending.clear()
 
 
 def write_manifest(folder: Path, fields: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -22,12 +23,15 @@ MIN_TOKENS = 3  # a position predicts the token two further on: less has nothing
 class Window:
     """A training sequence: input_ids [T] int32, loss_mask [T] bool.
 
-    `cut_inside` tells that context or the reply itself was cut inside a turn.
+    `cut_inside` tells that context or the reply itself was cut inside a turn; the counts are of
+    replies that are supervised here, and of the tool calls in them.
     """
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
     cut_inside: bool = False
+    num_replies: int = 0
+    num_replies_with_calls: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +54,7 @@ def conversation_windows(
     """
     mask = loss_mask(offsets, row.replies)
     if len(ids) <= max_length:
-        return [Window(input_ids=ids, loss_mask=mask)]
+        return [Window(input_ids=ids, loss_mask=mask, **_counts(row.replies))]
     opening = int(token_spans(offsets, np.asarray([row.opening]))[0])
     spans = [_in_tokens(reply, offsets, opening) for reply in row.replies]
     windows = []
@@ -70,6 +74,7 @@ def conversation_windows(
                 input_ids=np.concatenate([ids[a:b] for a, b in pieces]),
                 loss_mask=np.concatenate([own[a:b] for a, b in pieces]),
                 cut_inside=cut_inside,
+                **_counts(row.replies[first : last + 1]),
             )
         )
         first = last + 1
@@ -97,6 +102,11 @@ def _pieces(
     if last.end - last.head <= max_length:
         return [(last.end - max_length, last.end)], True
     return [(last.head, last.head + max_length)], True
+
+
+def _counts(replies: tuple[Reply, ...]) -> dict[str, Any]:
+    num_calling = sum(reply.num_calls > 0 for reply in replies)
+    return {"num_replies": len(replies), "num_replies_with_calls": num_calling}
 
 
 def _in_tokens(reply: Reply, offsets: np.ndarray, opening: int) -> _Span:

@@ -212,10 +212,12 @@ def test_trap_12_long_conversations_lose_nothing(bases, tmp_path):
 
 def test_trap_13_one_row_a_conversation_split_by_conversation(bases, tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", [chat(number, num_turns=9) for number in range(30)])
-    prepare(bases["qwen35"], [source], tmp_path / "whole", held_out_percent=30)
+    # Made from one mould; near-duplicates are what test_data_selection.py is about.
+    settings = {"held_out_percent": 30, "near_duplicates": "ignore"}
+    prepare(bases["qwen35"], [source], tmp_path / "whole", **settings)
     data = load_prepared(tmp_path / "whole")
     assert sum(map(len, data.values())) == 30
-    prepare(bases["qwen35"], [source], tmp_path / "cut", held_out_percent=30, max_length=200)
+    prepare(bases["qwen35"], [source], tmp_path / "cut", max_length=200, **settings)
     cut = load_prepared(tmp_path / "cut")
     sides = [set(cut[split]["conversation_id"]) for split in ("train", "held_out")]
     assert all(sides) and not sides[0] & sides[1] and sum(map(len, cut.values())) > 60

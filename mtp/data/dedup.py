@@ -1,0 +1,103 @@
+"""Groups of conversations that are nearly the same, or answers to the same request.
+
+MinHash over runs of 5 words, 14 bands of 8 (the values of datatrove's MinhashConfig): two texts
+meet with probability 1 - (1 - s^8)^14 at a Jaccard similarity of s, which is half at 0.69 and
+0.92 at 0.8. Runs of one task differ more than that, so the same opening request groups too. Groups
+are closed transitively: what is near to a member is in the group.
+
+`datasketch` offers the same, but keeps its tables as Python objects: some kilobytes a row, where
+a run must stay below 1 GB for millions of rows. Here a row is 15 numbers in a file, and a band is
+sorted at a time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from mtp.data.conversation import Conversation, Document
+from mtp.data.ngrams import mixed, ngram_hashes, texts_of, word_hashes
+
+WORDS, BANDS, ROWS_A_BAND = 5, 14, 8
+NUM_KEYS = BANDS + 1
+_MIN_REQUEST_WORDS = 8  # "Continue." and the like open unrelated conversations
+_SHINGLES_AT_ONCE = 1 << 12
+_GENERATOR = np.random.default_rng(20160331)
+_FACTORS = _GENERATOR.integers(1 << 63, size=(BANDS * ROWS_A_BAND, 1), dtype=np.uint64) * np.uint64(
+    2
+) + np.uint64(1)
+_OFFSETS = _GENERATOR.integers(1 << 63, size=(BANDS * ROWS_A_BAND, 1), dtype=np.uint64)
+
+
+def group_keys(item: Conversation | Document) -> np.ndarray:
+    """[NUM_KEYS] uint64; items that share one at the same place belong together, 0 is none."""
+    words = np.concatenate([word_hashes(text) for text in texts_of(item)] or [_EMPTY])
+    keys = np.zeros(NUM_KEYS, dtype=np.uint64)
+    if len(words):
+        shingles = np.unique(ngram_hashes(words, min(WORDS, len(words))))
+        smallest = np.full(len(_FACTORS), np.iinfo(np.uint64).max, dtype=np.uint64)
+        for start in range(0, len(shingles), _SHINGLES_AT_ONCE):
+            some = shingles[None, start : start + _SHINGLES_AT_ONCE] * _FACTORS + _OFFSETS
+            np.minimum(smallest, some.min(axis=1), out=smallest)
+        for band in range(BANDS):
+            rows = smallest[band * ROWS_A_BAND : (band + 1) * ROWS_A_BAND]
+            keys[band] = ngram_hashes(mixed(rows), ROWS_A_BAND)[0]
+    if isinstance(item, Conversation):
+        request = word_hashes(next(texts_of(item, of_user_only=True), ""))
+        if len(request) >= _MIN_REQUEST_WORDS:
+            keys[BANDS] = ngram_hashes(request, len(request))[0]
+    return keys
+
+
+_EMPTY = np.empty(0, dtype=np.uint64)
+
+
+class KeyFile:
+    """The keys of all conversations, in a file, in the order in which they were added."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stream = path.open("wb")
+
+    def add(self, keys: np.ndarray) -> None:
+        """Append one conversation's keys, [NUM_KEYS] uint64."""
+        self._stream.write(keys.tobytes())
+
+    def groups(self) -> np.ndarray:
+        """[C] int64: for each conversation the first member of its group."""
+        self._stream.flush()
+        if not self._path.stat().st_size:
+            return np.empty(0, dtype=np.int64)
+        keys = np.memmap(self._path, dtype=np.uint64, mode="r").reshape(-1, NUM_KEYS)
+        return groups_of(keys)
+
+    def close(self) -> None:
+        """Close the file; safe to call twice."""
+        self._stream.close()
+
+
+def groups_of(keys: np.ndarray) -> np.ndarray:
+    """[C] int64, the first member of each conversation's group; keys [C, NUM_KEYS] uint64."""
+    first = np.arange(len(keys), dtype=np.int64)
+    links = [_links(keys[:, place]) for place in range(keys.shape[1])]
+    changed = True
+    while changed:
+        before = first.copy()
+        for left, right in links:
+            # The smaller root wins for both roots and both members; repeated until all agree.
+            smaller = np.minimum(first[left], first[right])
+            for members in (first[left], first[right], left, right):
+                np.minimum.at(first, members, smaller)
+        first = first[first]
+        changed = not np.array_equal(before, first)
+    return first
+
+
+def _links(column: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs of neighbours in the order of their keys that have the same one."""
+    values = np.asarray(column)
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    same = (ordered[1:] == ordered[:-1]) & (ordered[1:] != 0)
+    return order[:-1][same], order[1:][same]
