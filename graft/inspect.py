@@ -33,9 +33,10 @@ from graft.layout import (
     unrouted_layers,
 )
 from graft.manifest import MANIFEST_NAME
+from graft.matching import ENGINE
 from graft.modules import is_multimodal
 from graft.reader import HEAD_PREFIX, Checkpoint
-from graft.schemes import precision_problems, read_statement
+from graft.schemes import SCHEMES, precision_problems, read_statement
 
 SCHEMA_VERSION = 1
 NUM_SHOWN = 10
@@ -85,7 +86,11 @@ class SpeculationFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What was found in one checkpoint folder. Sizes are bytes of tensors."""
+    """What was found in one checkpoint folder. Sizes are bytes of tensors.
+
+    `quantization_checked_for` is the engine by whose rules the quantization config was held against
+    the tensors: engines disagree about the same list. None where nothing was checked.
+    """
 
     folder: Path
     model_type: str | None
@@ -101,6 +106,7 @@ class Inspection:
     num_tensors: int
     bytes_by_dtype: dict[str, int]
     quantization: str | None
+    quantization_checked_for: str | None
     declared_layers: int | None
     head: HeadFacts | None
     speculation: SpeculationFacts | None
@@ -126,7 +132,7 @@ class Inspection:
                       f"{self.config} config{made}"),
             ("weights", f"{self.storage}; {self.num_tensors} tensors, {dtypes}"),
             ("trunk", f"{self.trunk_prefix or 'not found'}*, experts: {self.trunk_experts}"),
-            ("quantized", self.quantization or "no"),
+            ("quantized", self._quantization_words()),
             ("head", self._head_words()),
         ]  # fmt: skip
         if self.speculation:
@@ -144,6 +150,13 @@ class Inspection:
             if len(problem.details) > NUM_SHOWN:
                 lines.append(f"      and {len(problem.details) - NUM_SHOWN} more (see --json)")
         return "\n".join(lines)
+
+    def _quantization_words(self) -> str:
+        if self.quantization is None:
+            return "no"
+        if self.quantization_checked_for is None:
+            return self.quantization
+        return f"{self.quantization}; checked for {self.quantization_checked_for}, no other engine"
 
     def _head_words(self) -> str:
         if self.head is None:
@@ -171,6 +184,7 @@ def inspect_checkpoint(folder: Path) -> Inspection:
     for info in checkpoint.infos():
         sizes[info.dtype] += info.nbytes
     names = set(checkpoint.names)
+    quantization = _quantization(checkpoint)
     return Inspection(
         folder=checkpoint.folder,
         model_type=model_type,
@@ -185,7 +199,8 @@ def inspect_checkpoint(folder: Path) -> Inspection:
         num_shards=len(checkpoint.shards),
         num_tensors=len(names),
         bytes_by_dtype=dict(sizes.most_common()),
-        quantization=_quantization(checkpoint),
+        quantization=quantization,
+        quantization_checked_for=ENGINE if quantization in SCHEMES else None,
         declared_layers=declared_layers(checkpoint.config) if family else None,
         head=_head_facts(checkpoint, num_layers, problems) if checkpoint.head_names else None,
         speculation=_speculation(checkpoint, head_class, num_layers) if num_layers else None,
@@ -229,7 +244,7 @@ def _problems(checkpoint: Checkpoint, num_layers: int) -> Iterator[Problem]:
     if isinstance(found, str):
         yield Problem(severity="warning", what=found)
     elif found:
-        what = "the quantization config does not match the tensors"
+        what = f"the quantization config does not match the tensors, as {ENGINE} reads it"
         yield Problem(severity="error", what=what, details=tuple(found))
     if words := unrouted_layers(checkpoint.config.get("model_type"), num_layers):
         yield Problem(severity="warning", what=words)

@@ -29,6 +29,8 @@ from graft.modules import (
     map_name,
 )
 
+ENGINE = "vLLM 0.32.0"
+"""Whose rules these are. Other engines read the same lists otherwise (sglang#38870, #36599)."""
 NEVER_QUANTIZED = (".mlp.gate", ".shared_expert_gate", ".conv1d", ".patch_embed.proj")
 """Modules that vLLM builds without a quantization config, whatever the lists say."""
 ALGO_LAYOUTS = {

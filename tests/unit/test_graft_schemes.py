@@ -167,7 +167,7 @@ def second_group(config):
         (lambda c: c.update(quantization_config={"quant_method": "mxfp4"}), None, "mxfp4"),
     ],
 )  # fmt: skip
-def test_C6_other_layouts_are_refused_by_name(tmp_path, change, tensors, named):
+def test_bug_C6_other_layouts_are_refused_by_name(tmp_path, change, tensors, named):
     base = write_base(tmp_path / "base", quantized="compressed-tensors W4A4")
     if change is not None:
         edit_config(base, change)

@@ -34,7 +34,7 @@ def zero_centred_norm(x, weight, eps):
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * (1 + weight.double())
 
 
-def test_chain_is_what_the_definition_says(teacher, head):
+def test_bug_C3_the_chain_is_what_the_definition_says(teacher, head):
     """Each output recomputed from only the prefix it may see, input projection written out."""
     ids = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

@@ -94,7 +94,7 @@ def test_gate_and_up_share_their_scale_and_all_scales_are_sound(quantized):
             assert torch.equal(tensor, tensors[name.replace("gate_proj", "up_proj")])
 
 
-def test_only_the_experts_change(quantized):
+def test_bug_B15_only_the_experts_change(quantized):
     original, tensors, _ = quantized
     twin = fuse_experts(dequantize_head(tensors))
     assert twin.keys() == original.keys()

@@ -228,7 +228,7 @@ def test_bug_B9_missing_input_scales_load_silently_which_is_why_we_refuse_them(t
     load(folder)
 
 
-def test_C6_compressed_tensors_without_config_groups_can_not_be_loaded(tmp_path, load):
+def test_bug_C6_compressed_tensors_without_config_groups_can_not_be_loaded(tmp_path, load):
     """Why `identify` refuses it: every layer is then built unquantized."""
     folder = grafted(tmp_path, "compressed-tensors W4A4", "nvfp4-modelopt")
     config = json.loads((folder / "config.json").read_text())
