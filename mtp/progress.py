@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -25,3 +26,22 @@ def track(
         dynamic_ncols=True,
         leave=False,
     )
+
+
+@contextlib.contextmanager
+def bar(total: int, description: str, unit: str) -> Iterator[Callable[[int], object]]:
+    """A progress bar with speed and time left; yields the function that moves it on."""
+    import sys
+
+    from tqdm import tqdm
+
+    with tqdm(
+        desc=description,
+        total=total,
+        unit=unit,
+        unit_scale=True,
+        disable=not sys.stderr.isatty(),
+        dynamic_ncols=True,
+        leave=False,
+    ) as drawn:
+        yield drawn.update

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from mtp.cli.options import AsJson, Base, Out, Overwrite
+from mtp.cli.options import AsJson, Base, Data, Device, Out, Overwrite
 
 data_app = typer.Typer(no_args_is_help=True, help="Traces and code in, training rows out.")
 
@@ -106,3 +106,53 @@ def data_prepare(
         print(json.dumps({"schema_version": SCHEMA_VERSION, **report.as_dict()}, indent=1))
     else:
         print(report.as_text())
+
+
+@data_app.command("cache")
+def data_cache(
+    base: Base,
+    data: Data,
+    out: Out,
+    split: Annotated[
+        list[str] | None, typer.Option(help="train or held_out; both when not given.")
+    ] = None,
+    max_gigabytes: Annotated[float, typer.Option(help="Refuse to write more.")] = 100.0,
+    shard_gigabytes: Annotated[float, typer.Option(help="Size of a shard.")] = 1.0,
+    tokens_per_batch: Annotated[int, typer.Option(help="Tokens of one forward pass.")] = 8192,
+    device: Device = "auto",
+    server: Annotated[
+        str | None, typer.Option(help="URL of a vLLM that extracts hidden states.")
+    ] = None,
+    server_states: Annotated[
+        Path | None, typer.Option(help="The folder that this vLLM writes to.")
+    ] = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write the base's hidden states of every row, so that training needs no base in memory.
+
+    The same command goes on where an interrupted one stopped.
+
+    Example: mtp data cache --base base --data data --out states
+    """
+    from mtp.data.store import SPLITS
+    from mtp.teacher import open_maker
+    from mtp.teacher.cache import build_cache
+
+    report = build_cache(
+        open_maker(base, device=device, server=server, server_states=server_states),
+        base,
+        data,
+        out,
+        splits=split or list(SPLITS),
+        max_gigabytes=max_gigabytes,
+        shard_gigabytes=shard_gigabytes,
+        tokens_per_batch=tokens_per_batch,
+        overwrite=overwrite,
+    )
+    if as_json:
+        print(json.dumps(report, indent=1))
+    else:
+        print(
+            f"{out}: {report['rows']} rows, {report['tokens']} tokens in {report['shards']} shards"
+        )

@@ -1,11 +1,52 @@
 """Where the base's hidden states come from: the model in process, a cache on disk, or a server.
 
-All three are a `HiddenSource` (`mtp.teacher.source`): hidden states after the final norm, the
-embedding, `lm_head`, a device and its arithmetic. Training asks for nothing else, so they can be
-exchanged. Only the model in process (`Teacher`) can also continue a text, which evaluation needs.
+All three are a `HiddenSource` (`mtp.teacher.source`), which is all that training asks for:
+
+    source.batch_hidden(batch)   [B, T, H] after the final norm; batch has input_ids, lengths, rows
+    source.embed(input_ids)      [B, T, H] input embeddings
+    source.lm_head               [V, H]
+    source.device, source.autocast()
+
+`Teacher.load(base)` is the model in process, `CachedSource(cache, base, data, split="train")` reads
+what `mtp data cache` wrote, `ServerSource(base, url, states)` asks a vLLM. Only a `Teacher` can
+also continue a text, which evaluation needs. A `Teacher` and a `ServerSource` can fill a cache.
 """
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from graft.errors import UserError
 from mtp.teacher.device import pick_device, pick_dtype
 from mtp.teacher.in_process import Teacher
 
-__all__ = ["Teacher", "pick_device", "pick_dtype"]
+if TYPE_CHECKING:
+    from mtp.teacher.cache import StateMaker
+
+__all__ = ["Teacher", "open_maker", "pick_device", "pick_dtype"]
+
+
+def open_maker(
+    base: Path,
+    *,
+    device: str = "auto",
+    server: str | None = None,
+    server_states: Path | None = None,
+) -> StateMaker:
+    """The base that computes hidden states: in process, or a vLLM server where one is named.
+
+    Raises:
+        UserError: a server without the folder it writes to, or the other way round.
+    """
+    if server is None and server_states is None:
+        return Teacher.load(base, device=device)
+    if server is None or server_states is None:
+        raise UserError(
+            "a server's URL and the folder that it writes to",
+            "one without the other",
+            "give both --server and --server-states, or neither",
+        )
+    from mtp.teacher.server import ServerSource
+
+    return ServerSource(base, server, server_states, device=device)

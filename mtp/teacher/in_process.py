@@ -22,6 +22,7 @@ from mtp.head import cache_keyword
 from mtp.teacher.dequantize import load_dequantized
 from mtp.teacher.device import pick_device, pick_dtype
 from mtp.teacher.packed import is_packed
+from mtp.teacher.source import RowBatch, base_autocast
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,13 @@ class Teacher:
         model: transformers' causal language model.
         lm_head: [V, H] output matrix (the embedding when tied).
         device: where it lives.
+        name: what a cache records as its origin.
     """
 
     model: Any
     lm_head: torch.Tensor
     device: torch.device
+    name: str = "in process"
 
     @classmethod
     def load(cls, base: Path, *, device: str = "auto", dtype: torch.dtype | None = None) -> Teacher:
@@ -76,15 +79,38 @@ class Teacher:
 
     def autocast(self) -> torch.autocast:
         """bfloat16 arithmetic where the base itself runs in it; nothing in float32."""
-        dtype = self.lm_head.dtype
-        enabled = dtype != torch.float32
-        return torch.autocast(self.device.type, dtype=dtype if enabled else None, enabled=enabled)
+        return base_autocast(self.device, self.lm_head.dtype)
 
     @torch.no_grad()
     def hidden(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[B, T] token ids, padded on the right -> [B, T, H] after the final norm."""
         output = self.model.get_decoder()(input_ids=input_ids.to(self.device), use_cache=False)
         return output.last_hidden_state
+
+    def batch_hidden(self, batch: RowBatch) -> torch.Tensor:
+        """[B, T, H] after the final norm, of a batch of training rows."""
+        return self.hidden(batch.input_ids)
+
+    def row_states(self, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Token ids [T] each -> [T, H] each, after the final norm; one forward pass."""
+        padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        hidden = self.hidden(padded)
+        return [state[: len(row)] for state, row in zip(hidden, rows, strict=True)]
+
+    @torch.no_grad()
+    def own_predictions(
+        self, row: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The base's greedy tokens after `positions` [N] of `row` [T], and their log-probabilities.
+
+        By the model's own output path, not by `lm_head` here.
+        """
+        keep = positions.to(self.device)
+        output = self.model(
+            input_ids=row[None].to(self.device), use_cache=False, logits_to_keep=keep
+        )
+        top = output.logits[0].float().log_softmax(-1).max(-1)
+        return top.indices, top.values
 
     @torch.no_grad()
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
