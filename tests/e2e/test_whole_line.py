@@ -9,7 +9,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from conftest import save_random_base
+from random_bases import save_random_base
 
 import mtp.cli
 from graft.manifest import HeadFolder

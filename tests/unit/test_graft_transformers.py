@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from conftest import save_random_base
+from random_bases import save_random_base
 from safetensors.torch import load_file, save_file
 from tiny import random_head, write_tiny_head
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import save_random_base
 from hidden_data import batch_of, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_bases import save_random_base
 from safetensors.torch import load_file, save_file
 
 from graft.errors import UserError
@@ -111,8 +111,8 @@ def test_training_from_the_cache_gives_the_same_losses(cache, base, data, teache
         return found
 
     in_process = losses(teacher, [0, 1, 2, 4])
-    assert losses(source, [0, 1, 2, 4]) == pytest.approx(in_process, rel=2**-7)
-    assert losses(source, [5, 6, 7, 8]) != pytest.approx(in_process, rel=2**-4)
+    assert losses(source, [0, 1, 2, 4]) == pytest.approx(in_process, rel=1e-3)
+    assert losses(source, [5, 6, 7, 8]) != pytest.approx(in_process, rel=1e-3)
 
 
 def test_states_before_the_final_norm_are_refused(base, data, teacher, tmp_path):

@@ -6,8 +6,8 @@ import json
 
 import pytest
 import torch
-from conftest import save_random_base
 from hidden_data import batch_of, write_rows
+from random_bases import save_random_base
 from states_server import StatesServer
 
 from graft.errors import UserError
