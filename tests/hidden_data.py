@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from datasets import Dataset, DatasetDict
 
 from graft.manifest import file_digest
-from mtp.data.store import RowWriter, write_manifest
+from mtp.data.store import write_manifest
 
 
 def write_rows(
@@ -21,16 +22,16 @@ def write_rows(
     if not tokenizer.exists():
         tokenizer.write_text('{"version": "1.0"}')
     generator = np.random.default_rng(seed)
-    folder.mkdir(parents=True)
-    writer = RowWriter(folder / "rows")
+    rows: dict[str, list[dict[str, Any]]] = {"train": [], "held_out": []}
     for number in range(num_rows):
         ids = generator.integers(0, vocabulary, generator.integers(3, 41)).astype(np.int32)
-        writer.add(
-            "held_out" if number % 6 == 5 else "train", input_ids=ids,
-            loss_mask=np.ones(len(ids), bool), category="code",
-            conversation_id=f"c{number}", source="rows.jsonl",
+        rows["held_out" if number % 6 == 5 else "train"].append(
+            {"input_ids": ids, "loss_mask": np.ones(len(ids), bool), "category": "code",
+             "conversation_id": f"c{number}", "source": "rows.jsonl"}
         )  # fmt: skip
-    writer.save(folder)
+    DatasetDict({split: Dataset.from_list(some) for split, some in rows.items()}).save_to_disk(
+        str(folder)
+    )
     write_manifest(folder, {"tokenizer_sha256": file_digest(tokenizer)})
     return folder
 
