@@ -16,24 +16,30 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from graft.errors import UserError
+from graft.index import MAX_NAME_BYTES
 
+LONGEST_ADDITION = 20  # of what is put around the output's name beside it: .NAME.staging-4194304
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
 @contextlib.contextmanager
-def staged_folder(out: Path, *, overwrite: bool, sources: Iterable[Path] = ()) -> Iterator[Path]:
+def staged_folder(
+    out: Path, *, overwrite: bool, sources: Iterable[Path] = (), mark: str | None = None
+) -> Iterator[Path]:
     """Yield an empty hidden folder beside `out`; on success it becomes `out`, else it is removed.
 
     Args:
         out: the folder to make.
         overwrite: replace an existing `out`. The old one stays until the new one is complete.
         sources: folders that are read; `out` may not be one of them, inside one, or around one.
+        mark: a file of every such output; a folder without it is somebody else's, never replaced.
 
     Raises:
         UserError: for an `out` that may not be written, or that another run is writing.
     """
     out = Path(out)
-    check_output(out, overwrite=overwrite, sources=sources)
+    sources = list(sources)
+    check_output(out, overwrite=overwrite, sources=sources, mark=mark)
     parent, name = out.parent.resolve(), out.name
     made_parents = [p for p in (parent, *parent.parents) if not p.exists()]
     finished = False
@@ -42,7 +48,7 @@ def staged_folder(out: Path, *, overwrite: bool, sources: Iterable[Path] = ()) -
         with _locked(parent / f".{name}.lock", out):
             _clean_up(parent, name)
             # Another run may have made it between the first look and the lock.
-            check_output(out, overwrite=overwrite, sources=sources)
+            check_output(out, overwrite=overwrite, sources=sources, mark=mark)
             staging = parent / f".{name}.staging-{os.getpid()}"
             staging.mkdir()
             try:
@@ -61,16 +67,25 @@ def staged_folder(out: Path, *, overwrite: bool, sources: Iterable[Path] = ()) -
                     made.rmdir()
 
 
-def check_output(out: Path, *, overwrite: bool, sources: Iterable[Path] = ()) -> None:
+def check_output(
+    out: Path, *, overwrite: bool, sources: Iterable[Path] = (), mark: str | None = None
+) -> None:
     """Refuse an output folder that may not be written, before any work is done.
 
     Raises:
-        UserError: `out` exists without `overwrite`, is a link or a file, holds the working
-            directory, or is equal to, inside or around one of `sources`.
+        UserError: `out` exists without `overwrite` or without `mark`, is a link or a file, holds
+            the working directory, is equal to, inside or around one of `sources`, or holds a file
+            that one of them links to (a hub cache's blobs).
     """
     out = Path(out)
     if out.name in ("", ".."):
         raise UserError("an output folder with a name", f"'{out}'", "name a new folder with --out")
+    if len(os.fsencode(out.name)) > MAX_NAME_BYTES - LONGEST_ADDITION:
+        raise UserError(
+            f"an output folder's name of at most {MAX_NAME_BYTES - LONGEST_ADDITION} bytes",
+            f"one of {len(os.fsencode(out.name))}",
+            "choose a shorter --out",
+        )
     real = out.resolve()
     for source in map(Path, sources):
         source_real = source.resolve()
@@ -78,6 +93,12 @@ def check_output(out: Path, *, overwrite: bool, sources: Iterable[Path] = ()) ->
             raise UserError(
                 f"an output folder apart from the input {source}",
                 f"{out}, which is equal to it, inside it or around it",
+                "choose another --out; inputs are never written to",
+            )
+        if linked := next((f for f in _link_targets(source_real) if real in f.parents), None):
+            raise UserError(
+                f"an output folder apart from the files of the input {source}",
+                f"{out}, which holds {linked.name}, to which the input links",
                 "choose another --out; inputs are never written to",
             )
     if out.is_symlink():
@@ -92,12 +113,23 @@ def check_output(out: Path, *, overwrite: bool, sources: Iterable[Path] = ()) ->
             f"{out}, which exists",
             "choose another --out, or pass --overwrite to replace it",
         )
+    if mark is not None and not (out / mark).is_file() and any(out.iterdir()):
+        raise UserError(
+            f"a folder with {mark} to replace, as this command writes one",
+            f"none in {out}, which is not empty",
+            "choose another --out, or remove that folder yourself",
+        )
     if real == Path.cwd() or real in Path.cwd().parents:
         raise UserError(
             "an output folder to replace",
             f"{out}, which holds the working directory",
             "choose another --out",
         )
+
+
+def _link_targets(folder: Path) -> Iterator[Path]:
+    if folder.is_dir():
+        yield from (path.resolve() for path in folder.iterdir() if path.is_symlink())
 
 
 def _make_parent(parent: Path) -> None:
@@ -148,7 +180,10 @@ def _clean_up(parent: Path, name: str) -> None:
     prefix = f".{name}.staging-"
     for left_over in parent.iterdir():
         if left_over.name.startswith(prefix) and left_over.name[len(prefix) :].isdigit():
-            shutil.rmtree(left_over)
+            if left_over.is_dir() and not left_over.is_symlink():
+                shutil.rmtree(left_over)
+            else:
+                left_over.unlink()
 
 
 def _put_in_place(staging: Path, out: Path) -> None:

@@ -17,7 +17,7 @@ from graft.errors import UserError
 from graft.index import is_file_name
 from graft.manifest import MANIFEST_NAME, file_digests, read_manifest
 from graft.place import FULL, Link, copy_file, no_space, require_space, share_files
-from graft.plan import OTHER_WEIGHTS
+from graft.plan import BASE_FILES, OTHER_WEIGHTS
 from graft.reader import MAX_NAMED
 from graft.record import unpacked
 from graft.staging import check_output, staged_folder
@@ -149,9 +149,10 @@ def write_ungraft(
         UserError: if `out` may not be written or its disk is too small.
     """
     sources = [plan.checkpoint] + ([plan.base] if plan.base else [])
-    check_output(out, overwrite=overwrite, sources=sources)
+    mark = "config.json"
+    check_output(out, overwrite=overwrite, sources=sources, mark=mark)
     try:
-        with staged_folder(out, overwrite=overwrite, sources=sources) as staging:
+        with staged_folder(out, overwrite=overwrite, sources=sources, mark=mark) as staging:
             storage = _place(plan, staging, link)
             for name, content in plan.edited.items():
                 with (staging / name).open("xb") as file:  # never through a link
@@ -193,6 +194,7 @@ def _checked(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
         kept = [name for name, file in files.items() if file["storage"] != "written"]
         names: list[Any] = [*kept, *edited, *dict.fromkeys(map(str, (*lost, *left_out)))]
         sound = len(names) == len(set(names)) and all(map(is_file_name, (*files, *names)))
+        sound = sound and edited.keys() <= set(BASE_FILES)
     if not sound:
         raise UserError(
             f"a manifest of mtp graft in {folder / MANIFEST_NAME}",

@@ -86,7 +86,9 @@ def write_graft(
             can't be made, or if base or head changed since they were planned.
     """
     try:
-        with staged_folder(out, overwrite=overwrite, sources=[plan.base, plan.head]) as staging:
+        with staged_folder(
+            out, overwrite=overwrite, sources=[plan.base, plan.head], mark=MANIFEST_NAME
+        ) as staging:
             _require_unchanged(plan)
             storage = _place_shards(plan, staging, link)
             for shard in plan.written_shards:

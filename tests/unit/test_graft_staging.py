@@ -83,6 +83,37 @@ def test_links_files_and_the_working_directory_are_refused(tmp_path, monkeypatch
     assert (tmp_path / "file").read_text() == "mine"
 
 
+def test_only_an_output_of_the_same_command_is_replaced(tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.tex").write_text("mine")
+    with pytest.raises(UserError, match="remove that folder yourself"):
+        write(tmp_path / "thesis", "new", overwrite=True, mark="file")
+    assert (tmp_path / "thesis" / "thesis.tex").read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    for text in ("new", "newer"):  # an empty folder, and then an output with its mark
+        write(tmp_path / "empty", text, overwrite=True, mark="file")
+    assert (tmp_path / "empty" / "file").read_text() == "newer"
+
+
+def test_what_an_input_links_to_is_not_replaced(tmp_path):
+    blobs, snapshot = tmp_path / "cache" / "blobs", tmp_path / "cache" / "snapshot"
+    for folder in (blobs, snapshot):
+        folder.mkdir(parents=True)
+    (blobs / "file").write_text("old")
+    (snapshot / "file").symlink_to("../blobs/file")
+    with pytest.raises(UserError, match="to which the input links"):
+        write(blobs, "new", overwrite=True, sources=[snapshot])
+    assert (snapshot / "file").read_text() == "old"
+    write(blobs / "inside", "beside the files is fine", sources=[snapshot])
+
+
+@pytest.mark.parametrize("name", ["x" * 236, "ü" * 118, "x" * 255])
+def test_a_name_that_leaves_no_room_for_the_staging_folders_is_refused(tmp_path, name):
+    with pytest.raises(UserError, match="shorter --out"):
+        write(tmp_path / name, "x")
+    write(tmp_path / name[: 235 // len(name[0].encode())], "x")
+
+
 def test_a_second_writer_of_the_same_folder_is_turned_away(tmp_path):
     with staged_folder(tmp_path / "out", overwrite=False) as folder:
         with pytest.raises(UserError, match="lock"):
@@ -96,6 +127,8 @@ def test_left_overs_of_killed_runs_are_cleaned_up(tmp_path):
     (tmp_path / ".out.staging-99").mkdir()
     (tmp_path / ".out.staging-99" / "half").write_text("half")
     (tmp_path / ".out.staging-notes").mkdir()
+    (tmp_path / ".out.staging-7").write_text("a file")
+    (tmp_path / ".out.staging-8").symlink_to(tmp_path / ".out.staging-notes")
     (tmp_path / ".out.lock").write_text("")
     (tmp_path / ".out.previous").mkdir()
     (tmp_path / ".out.previous" / "file").write_text("moved aside by a killed run")

@@ -207,6 +207,8 @@ def lie(manifest, how):
         old["../escaped.txt"] = old["config.json"]
     elif how == "base file over a shard":
         old["model-00001-of-00003.safetensors"] = old["config.json"]
+    elif how == "base file of another name":
+        old["run_me.py"] = old["config.json"]
     elif how == "left out outside":
         manifest["changes"]["left_out"] = ["../../etc"]
     elif how == "no base files":
@@ -221,7 +223,8 @@ def lie(manifest, how):
 
 @pytest.mark.parametrize(
     "how",
-    ["path outside", "base file outside", "base file over a shard", "left out outside",
+    ["path outside", "base file outside", "base file over a shard",
+     "base file of another name", "left out outside",
      "no base files", "no storage", "other bytes", "not base64"],
 )  # fmt: skip
 def test_a_manifest_that_lies_writes_nothing(tmp_path, how):
