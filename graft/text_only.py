@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from graft.errors import UserError
+from graft.layout import base_tensor_names
 from graft.modules import is_multimodal
-from graft.reader import Checkpoint
+from graft.reader import HEAD_PREFIX, Checkpoint
 
 VISION_PREFIXES = ("model.visual.", "visual.")
 PREPROCESSOR_FILES = (
@@ -50,7 +51,7 @@ def plan_text_only(checkpoint: Checkpoint) -> TextOnly:
 
     Raises:
         UserError: vision tensors in a base that is not declared multimodal, or a nested config
-            whose text part does not say which model it is.
+            whose text part does not say which model it is; or tensors that are neither.
     """
     names = tuple(name for name in checkpoint.names if name.startswith(VISION_PREFIXES))
     if not is_multimodal(checkpoint.config):
@@ -61,6 +62,15 @@ def plan_text_only(checkpoint: Checkpoint) -> TextOnly:
                 "restore config.json",
             )
         return TextOnly(dropped=(), left_out_files=(), saved_bytes=0, config=checkpoint.config)
+    trunk = base_tensor_names(checkpoint).layer_prefix.removesuffix("layers.")
+    text = tuple(f"{trunk}{part}." for part in ("embed_tokens", "layers", "norm"))
+    known = (*VISION_PREFIXES, *text, "lm_head.", HEAD_PREFIX)
+    if strange := [name for name in checkpoint.names if not name.startswith(known)]:
+        raise UserError(
+            f"text tensors ({', '.join(text)}) and a vision tower ({', '.join(VISION_PREFIXES)})",
+            f"{len(strange)} of neither in {checkpoint.folder}, such as {strange[0]}",
+            "graft without --text-only",
+        )
     files = tuple(f for f in PREPROCESSOR_FILES if (checkpoint.folder / f).is_file())
     saved = sum(checkpoint.info(name).nbytes for name in names)
     return TextOnly(

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import BASES, write_base, write_tiny_head
 from vision_base import save_vision_base
 
@@ -111,6 +111,18 @@ def test_contradictions_are_refused(tmp_path):
         plan_text_only(Checkpoint(base))
     with pytest.raises(UserError, match="text_config with a model_type"):
         text_only_config({"architectures": ["A"], "text_config": {"hidden_size": 1}}, base)
+
+
+@pytest.mark.parametrize(
+    "prefix", ["model.vision_tower.", "vision_model.", "model.language_model.v."]
+)
+def test_a_vision_tower_under_another_name_is_refused_and_not_kept(tmp_path, prefix):
+    base = write_base(tmp_path / "base", num_shards=1)
+    file = base / "model.safetensors"
+    renamed = {n.replace("model.visual.", prefix): t for n, t in load_file(file).items()}
+    save_file(renamed, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=f"3 of neither .* such as {prefix}"):
+        plan_text_only(Checkpoint(base))
 
 
 def test_outer_facts_are_carried_and_vision_names_go():
