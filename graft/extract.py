@@ -23,6 +23,7 @@ from graft.manifest import (
     base_fingerprint,
     head_metadata,
     read_manifest,
+    tensor_digests,
 )
 from graft.reader import MAX_NAMED, Checkpoint
 from graft.staging import staged_folder
@@ -81,7 +82,9 @@ def extract_head(
     grafted = (source.folder / MANIFEST_NAME).is_file()
     infos = [source.info(name) for name in source.head_names]
     metadata = _metadata(source, num_layers, form, grafted, tool)
-    with staged_folder(out, overwrite=overwrite, sources=[source.folder]) as staging:
+    with staged_folder(
+        out, overwrite=overwrite, sources=[source.folder], mark=HEAD_METADATA
+    ) as staging:
         write_shard(staging / HEAD_WEIGHTS, infos)
         write_json(staging / HEAD_METADATA, metadata)
     return ExtractedHead(
@@ -127,6 +130,12 @@ def _metadata(
             f"a manifest of mtp graft in {source.folder / MANIFEST_NAME}",
             f"no object under {', '.join(wrong)}",
             "restore that file",
+        )
+    if grafted and tensor_digests(source, source.head_names) != head["tensor_sha256"]:
+        raise UserError(
+            f"the head in {source.folder} that {MANIFEST_NAME} describes",
+            "other bytes, of which its provenance and acceptance would not be true",
+            f"restore the shard, or remove {MANIFEST_NAME} to take the head as unknown",
         )
     quantization = head.get("quantization")
     if form.startswith("nvfp4") and quantization is None:

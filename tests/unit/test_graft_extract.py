@@ -102,6 +102,18 @@ def test_a_manifest_that_remembers_something_else_is_refused(tmp_path, key):
         extract_head(out, tmp_path / "head")
 
 
+def test_a_head_changed_since_the_graft_is_not_sold_as_the_recorded_one(tmp_path):
+    base = write_base(tmp_path / "base")
+    out = write_graft(plan_graft(base, write_tiny_head(tmp_path / "h", base)), tmp_path / "o").out
+    head = load_file(out / "model_mtp.safetensors")
+    head["mtp.fc.weight"][0, 0] += 1
+    save_file(head, out / "model_mtp.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="would not be true"):
+        extract_head(out, tmp_path / "head")
+    (out / "graft.manifest.json").unlink()
+    assert not extract_head(out, tmp_path / "head").grafted
+
+
 def test_the_checkpoint_itself_is_never_the_output(tmp_path):
     base = write_base(tmp_path / "base", declared=1, head_layers=1)
     with pytest.raises(UserError, match="apart from the input"):
