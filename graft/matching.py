@@ -221,8 +221,14 @@ def is_excluded(prefix: str, entries: list[str], fused: Mapping[str, list[str]])
         ValueError: as `is_skipped`.
     """
     return is_skipped(prefix, entries, fused) or any(
-        (entry != prefix and entry in prefix) or fnmatch(prefix, entry) for entry in entries
+        (entry != prefix and entry in prefix) or matches(prefix, entry) for entry in entries
     )
+
+
+def matches(prefix: str, entry: str) -> bool:
+    """`fnmatch`, which translates every pattern anew once there are more than it remembers."""
+    has_wildcard = "*" in entry or "?" in entry or "[" in entry
+    return fnmatch(prefix, entry) if has_wildcard else prefix == entry
 
 
 def mixed_algos(quantized_layers: Mapping[str, Any], multimodal: bool) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fnmatch import fnmatch
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from graft.matching import (
     ModeloptRules,
     is_excluded,
     map_entries,
+    matches,
 )
 from graft.modules import DRAFT_FUSED, NVFP4, TARGET_FUSED, UNQUANTIZED, linear_modules
 from graft.reader import Checkpoint
@@ -67,6 +69,12 @@ def modules_of(tmp_path, form, **layout):
 )
 def test_vllm_rules(entry, prefix, verdict):
     assert is_excluded(prefix, [entry], DRAFT_FUSED) is verdict
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text("ab.*?[]!", max_size=6), st.text("ab.", max_size=6))
+def test_entries_without_wildcards_skip_fnmatch_and_mean_the_same(entry, prefix):
+    assert matches(prefix, entry) == fnmatch(prefix, entry)
 
 
 def test_bug_B4_a_fused_group_is_listed_whole_or_not_at_all():
