@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ MAX_JSON_BYTES = 100_000_000  # an index of 124,468 tensors takes 15 MB
 MAX_JSON_DEPTH = 50  # configs nest 5 deep; copying and comparing recurse
 MAX_NAME_BYTES = 255  # of one file name on every usual file system
 MAX_ELEMENTS = 2**64 - 1  # safetensors refuses a product of sizes past it
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # one half of a pair, spelled out in JSON
 LFS_POINTER = b"version https://git-lfs"
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8,
@@ -194,6 +196,8 @@ def read_json(path: Path) -> dict[str, Any]:
             parse_constant=_refuse_constant,
             parse_float=_finite,
         )
+        if SURROGATE.search(raw):  # half a character could be read but not written
+            json.dumps(value, ensure_ascii=False).encode()
     except OSError as error:
         found = error.strerror or str(error)
         raise UserError(f"a readable file {path}", found, "restore that file") from error

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from graft.errors import UserError
 from graft.formats import FORMS, Form, describe_quantization
-from graft.index import read_json, write_json
-from graft.layout import base_tensor_names, is_tied
+from graft.index import is_file_name, read_json, write_json
+from graft.layout import MAX_HEAD_LAYERS, base_tensor_names, is_tied
 from graft.reader import HEAD_PREFIX, Checkpoint, TensorStore
 
 if TYPE_CHECKING:
@@ -188,6 +188,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if (
         manifest.get("schema_version") != MANIFEST_SCHEMA
         or not isinstance(files, dict)
+        or not all(map(is_file_name, files))
         or not isinstance(head, dict)
         or not isinstance(head.get("tensor_sha256"), dict)
     ):
@@ -209,7 +210,12 @@ def _metadata_problem(metadata: Mapping[str, Any]) -> str | None:
         return f"schema_version {metadata['schema_version']}"
     if metadata["kind"] != "mtp" or metadata["form"] not in FORMS:
         return f"kind {metadata['kind']!r} in form {metadata['form']!r}"
-    return None if metadata["num_layers"] > 0 else f"num_layers {metadata['num_layers']}"
+    producer = (metadata["quantization"] or {}).get("producer", {})
+    if not isinstance(producer, dict):
+        return f"a quantization producer of type {type(producer).__name__}"
+    num_layers = metadata["num_layers"]  # a list of its tensors must fit the memory
+    sound = type(num_layers) is int and 0 < num_layers <= MAX_HEAD_LAYERS
+    return None if sound else f"num_layers {num_layers}"
 
 
 class HeadFolder(TensorStore):

@@ -16,7 +16,7 @@ from graft.errors import UserError
 from graft.formats import Form, head_form, quantization_blocks
 from graft.head_check import shape_problems, value_problems
 from graft.head_plan import plan_head
-from graft.index import INDEX_NAME, TensorInfo
+from graft.index import INDEX_NAME, TensorInfo, is_file_name
 from graft.layout import base_tensor_names
 from graft.manifest import (
     MANIFEST_NAME,
@@ -101,7 +101,7 @@ def plan_graft(
     """
     base, head = Path(base), Path(head)
     if out is not None:
-        check_output(out, overwrite=overwrite, sources=[base, head])
+        check_output(out, overwrite=overwrite, sources=[base, head], mark=MANIFEST_NAME)
     checkpoint = Checkpoint(base)
     checkpoint.require_supported()
     base_tensor_names(checkpoint)
@@ -254,9 +254,13 @@ def _other_files(
     for path in sorted(checkpoint.folder.iterdir()):
         if path.name in BASE_FILES or path.name in checkpoint.shards:
             continue
+        if not is_file_name(path.name):
+            raise UserError(
+                f"printable file names in {checkpoint.folder}", ascii(path.name), "rename that file"
+            )
         unwanted = (
             path.name in OF_A_FOLDER
-            or path.suffix in OTHER_WEIGHTS
+            or path.suffix.lower() in OTHER_WEIGHTS
             or path.name.endswith(".index.json")
         )
         unwanted = unwanted or path.name in unneeded

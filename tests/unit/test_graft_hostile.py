@@ -101,6 +101,9 @@ def test_a_duplicate_among_very_many_keys_is_found_at_once(tmp_path):
         (b'{"a": ' + b"[" * 60 + b"]" * 60 + b"}", "nested"),
         (b"[" * 100_000, "JSON"),
         (b'{"a": "\xff"}', "JSON"),
+        (b'{"a": "\\ud800"}', "surrogates"),
+        (b'{"a": ["\\uDFFF x"]}', "surrogates"),
+        (b'\xef\xbb\xbf{"a": 1}', "BOM"),
         (b"version https://git-lfs.github.com/spec/v1\n", "LFS"),
         (b"", "JSON"),
     ],
@@ -144,6 +147,20 @@ def test_shard_names_that_are_no_file_names(tmp_path, shard):
     edit_json(base / INDEX_NAME, lambda v: v["weight_map"].update({"lm_head.weight": shard}))
     with pytest.raises(UserError, match="plain file names"):
         Checkpoint(base)
+
+
+def test_a_pair_of_halves_is_one_character(tmp_path):
+    (tmp_path / "config.json").write_bytes(b'{"a": "\\ud83d\\ude00"}')
+    assert read_json(tmp_path / "config.json") == {"a": "\U0001f600"}
+
+
+@pytest.mark.parametrize("name", [b"caf\xe9.txt", b"two\nlines.txt", b"back\\slash.txt"])
+def test_file_names_that_the_manifest_cannot_hold_are_refused(tmp_path, name):
+    base = write_base(tmp_path / "base")
+    head = write_tiny_head(tmp_path / "head", base)
+    (base / os.fsdecode(name)).touch()
+    with pytest.raises(UserError, match="rename that file"):
+        plan_graft(base, head)
 
 
 def test_pickles_named_by_the_index_are_refused(tmp_path):

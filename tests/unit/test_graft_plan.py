@@ -173,7 +173,8 @@ def test_head_metadata_is_checked(tmp_path, base):
     head = write_tiny_head(tmp_path / "head", base)
     good = read_head_metadata(head)
     for change in ({"schema_version": 2}, {"kind": "dspark"}, {"form": "x"}, {"num_layers": 0},
-                   {"num_layers": "4"}, {"provenance": None}):  # fmt: skip
+                   {"num_layers": "4"}, {"num_layers": True}, {"num_layers": 10**8},
+                   {"quantization": {"producer": 5}}, {"provenance": None}):  # fmt: skip
         (head / "head.json").write_text(json.dumps(good | change))
         with pytest.raises(UserError, match=r"head\.json"):
             read_head_metadata(head)

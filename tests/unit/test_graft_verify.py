@@ -168,3 +168,13 @@ def test_a_broken_folder_is_a_failed_check_not_a_traceback(tmp_path):
 def test_a_missing_folder_is_a_users_mistake(tmp_path):
     with pytest.raises(UserError, match="nowhere"):
         verify_graft(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "../head/head.json", "\x1b[31m"])
+def test_a_manifest_with_names_of_no_file_is_a_failed_check(grafted, damaged, name):
+    folder = damaged[1]
+    manifest = json.loads((grafted[1] / "graft.manifest.json").read_text())
+    manifest["files"][name] = {"sha256": "0", "bytes": 1, "storage": "copy"}
+    (folder / "graft.manifest.json").write_text(json.dumps(manifest))
+    (failure,) = verify_graft(folder).failures
+    assert "a whole manifest" in failure
