@@ -73,7 +73,9 @@ def quantize(
     """
     source = HeadFolder(head_folder)
     _require_plain_experts(source)
-    with staged_folder(out, overwrite=overwrite, sources=[head_folder, base, data]) as staging:
+    with staged_folder(
+        out, overwrite=overwrite, sources=[head_folder, base, data], mark=HEAD_METADATA
+    ) as staging:
         open_head(head_folder, Checkpoint(base))
         require_tokenizer_of(data, base)
         teacher = Teacher.load(base, device=device)
@@ -120,7 +122,9 @@ def dequantize(head_folder: Path, out: Path, *, overwrite: bool = False) -> None
         raise UserError(
             "an NVFP4 head", f"form {source.metadata['form']!r}", "use it as it is: it is BF16"
         )
-    with staged_folder(out, overwrite=overwrite, sources=[head_folder]) as staging:
+    with staged_folder(
+        out, overwrite=overwrite, sources=[head_folder], mark=HEAD_METADATA
+    ) as staging:
         tensors = dequantize_head(source.load_all())
         metadata = {**source.metadata, "form": "bf16-per-expert", "quantization": None}
         write_head(staging, tensors, metadata)

@@ -19,7 +19,7 @@ from mtp.data.render import load_tokenizer, tokenizer_fingerprint
 from mtp.data.report import PrepareReport
 from mtp.data.selection import NEAR_DUPLICATES, Collected, Rules
 from mtp.data.sources import Item, Reading, read_source
-from mtp.data.store import write_manifest
+from mtp.data.store import MANIFEST, write_manifest
 from mtp.data.windows import MIN_TOKENS
 from mtp.data.work import Job, Worker, work_on
 from mtp.progress import track
@@ -116,7 +116,7 @@ def prepare(
         raise UserError("at least one source", "none", "pass --source")
     report = PrepareReport()
     job = _job(base, chosen, report)
-    with staged_folder(out, overwrite=overwrite, sources=[base, *local]) as staging:
+    with staged_folder(out, overwrite=overwrite, sources=[base, *local], mark=MANIFEST) as staging:
         worker = Worker(job)
         collected = Collected(staging / ".rows", _rules(chosen))
         try:

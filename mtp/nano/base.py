@@ -118,7 +118,9 @@ def train_base(
     model = _new_model(recipe, tokenizer).to(pick_device(device))
     batches = _batches(rows, steps=recipe.steps, rows_per_step=recipe.rows_per_step, seed=seed)
     report = _optimize(model, batches, steps=recipe.steps, learning_rate=recipe.learning_rate)
-    with staged_folder(out, overwrite=overwrite, sources=[code] if code else []) as staging:
+    with staged_folder(
+        out, overwrite=overwrite, sources=[code] if code else [], mark="config.json"
+    ) as staging:
         save_base(model, tokenizer, staging)
     return report
 

@@ -74,7 +74,9 @@ def build_release(
         served=None if served is None else read_report(served, "rows"),
         tool=f"mtp-graft {__version__}",
     )
-    with staged_folder(out, overwrite=overwrite, sources=[checkpoint]) as staging:
+    with staged_folder(
+        out, overwrite=overwrite, sources=[checkpoint], mark="config.json"
+    ) as staging:
         for path in sorted(checkpoint.iterdir()):
             # Never linked: what is written anew here would be written through the link.
             if path.is_file() and path.name not in (*WRITTEN, MANIFEST_NAME):
