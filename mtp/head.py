@@ -16,13 +16,16 @@ base's to the letter. Shapes below: B rows, T tokens, H hidden size, K modules.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from graft.errors import UserError
 from graft.formats import dequantize_head
@@ -86,6 +89,7 @@ class MTPHead(nn.Module):
         self.pre_fc_norm_hidden = norm_class(hidden, eps=eps)
         self.layers = nn.ModuleList(layer_class(self.config, k) for k in range(num_layers))
         self._cache_keyword = cache_keyword(layer_class)
+        self.activation_checkpointing = False  # recompute layers in the backward pass
         self.norm = norm_class(hidden, eps=eps)
         self.rotary_emb = getattr(modeling, f"{prefix}TextRotaryEmbedding")(self.config)
 
@@ -118,13 +122,18 @@ class MTPHead(nn.Module):
         # Three equal rows (time, height, width): transformers 5.17 does not expand them itself.
         rotary = self.rotary_emb(x, position_ids.expand(3, 1, -1))
         keywords = {self._cache_keyword: chain, "chain": chain} if chain else {}
-        x = self.layers[k](
-            x,
+        layer = functools.partial(
+            self.layers[k],
             position_embeddings=rotary,
             attention_mask=None,
             position_ids=position_ids,
             **keywords,
         )
+        if self.activation_checkpointing and torch.is_grad_enabled() and chain is None:
+            # A layer that keeps its keys for later steps must not run twice.
+            x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
+        else:
+            x = layer(x)
         return self.norm(x)
 
     def chains(
@@ -149,7 +158,8 @@ class MTPHead(nn.Module):
         num_steps = num_steps or self.num_layers
         positions = torch.arange(length, device=hidden.device)
         cache = RepeatedLayerCache()
-        first = self.step(0, hidden[:, :-1], embeddings[:, 1:], positions[:-1], chain=cache.at(0))
+        kept = cache.at(0) if "stock" in names else None
+        first = self.step(0, hidden[:, :-1], embeddings[:, 1:], positions[:-1], chain=kept)
         outputs = {}
         for name in names:
             outputs[name] = [first]
@@ -338,9 +348,11 @@ def save_head(
     base_fingerprint: dict[str, Any],
     provenance: dict[str, Any],
     acceptance: dict[str, Any] | None = None,
+    weights: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write `head` as a head folder: BF16, experts fused."""
-    tensors = {f"mtp.{name}": t.to(torch.bfloat16) for name, t in head.state_dict().items()}
+    """Write `head` as a head folder: BF16, experts fused. `weights` are instead of its own."""
+    weights = head.state_dict() if weights is None else weights
+    tensors = {f"mtp.{name}": tensor.to(torch.bfloat16) for name, tensor in weights.items()}
     metadata = head_metadata(
         num_layers=head.num_layers,
         form="bf16-fused",

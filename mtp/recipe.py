@@ -10,11 +10,13 @@ import dataclasses
 import difflib
 import tomllib
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from graft.errors import UserError
+from mtp.recipe_text import override
 
 Runtime = typing.Literal["routed", "stock", "both"]
 
@@ -132,24 +134,41 @@ class LossRecipe(LossTerms):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRecipe:
-    """steps are optimizer steps; tokens_per_batch counts padding; the schedule is a warm-up over
-    warmup_steps, then a cosine to min_learning_rate.
+    """How a draft is trained; the learning rate warms up over warmup_steps, then falls as a cosine.
+
 
     runtime: what will serve the head: "routed" (each speculative step on its own layer), "stock"
-    (an unpatched vLLM: layer 0 at every step), or "both" (the sum of the two objectives).
+        (an unpatched vLLM: layer 0 at every step), or "both" (the sum of the two objectives).
     num_speculative_tokens: steps of a draft; 0 is one for each layer. A head of one layer that a
-    stock vLLM will repeat needs it.
+        stock vLLM will repeat needs it.
+    steps: optimizer steps.
+    tokens_per_batch: of an optimizer step, all processes together, padding counted.
+    micro_batch_tokens: of one forward pass, what fits in memory; 0 takes a process's whole share.
+    optimizer: adamw.
+    activation_checkpointing: compute layers again in the backward pass, to need less memory.
+    eval_every: steps between two measurements of acceptance; 0 measures at the end only. The head
+        that is written is the best of those measured.
+    patience: measurements without a better one after which training ends; 0 never ends early.
+    checkpoint_every: steps between two resume states; 0 writes one only when the run is stopped.
+    keep_checkpoints: resume states that are kept, the newest.
     """
 
     runtime: Runtime = "routed"
     num_speculative_tokens: int = 0
     steps: int = 1000
     tokens_per_batch: int = 8192
+    micro_batch_tokens: int = 0
+    optimizer: str = "adamw"
     learning_rate: float = 5e-5
     min_learning_rate: float = 0.0
     warmup_steps: int = 30
     weight_decay: float = 0.0
     max_gradient_norm: float = 1.0
+    activation_checkpointing: bool = False
+    eval_every: int = 200
+    patience: int = 0
+    checkpoint_every: int = 200
+    keep_checkpoints: int = 1
     seed: int = 0
 
 
@@ -201,28 +220,37 @@ ABOVE_ZERO = {
     "num_layers", "num_hidden_layers", "hidden_size", "tokens_per_batch", "learning_rate",
     "position_decay", "max_gradient_norm", "num_prompts", "max_prompt_tokens", "num_tokens",
     "rows_per_step", "row_length", "full_attention_interval", "calibration_tokens", "temperature",
-    "until", "probe_every", "favourites", "max_repeats",
+    "until", "probe_every", "favourites", "max_repeats", "keep_checkpoints",
 }  # fmt: skip
 
 
-def load_recipe(path: Path | None) -> Recipe:
+def load_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe; None gives the defaults.
+
+    Args:
+        path: a TOML file.
+        overrides: "table.key=value", each stronger than the file.
 
     Raises:
         UserError: no such file, not TOML, an unknown key, or a value of the wrong type.
     """
-    if path is None:
-        return Recipe()
+    values = {} if path is None else _read(path)
+    where = str(path or "the recipe")
+    for assignment in overrides:
+        override(values, assignment)
+        where += f" with --set {assignment}"
+    return typing.cast(Recipe, _build(Recipe, values, where))
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text()
-        values = tomllib.loads(text)
+        return tomllib.loads(path.read_text())
     except OSError as error:
         raise UserError(
             "a recipe file", f"{path}: {error.strerror}", "name one in recipes/"
         ) from error
     except tomllib.TOMLDecodeError as error:
         raise UserError("a recipe in TOML", f"{path}: {error}", "correct that line") from error
-    return typing.cast(Recipe, _build(Recipe, values, str(path)))
 
 
 def _build(cls: type, values: dict[str, Any], where: str) -> Any:

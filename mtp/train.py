@@ -1,35 +1,95 @@
-"""`mtp train`: distil a head from the base that will be served.
+"""`mtp train`: distil a draft head from the base that will be served.
 
-`train` sets up, measures before and after, and writes; `optimize` is the loop. One step: take a
-batch of whole rows, let the frozen base produce its hidden states, run the chain over them, compare
-each step's prediction with the base's own distribution at the matching position, and update the
-head's weights only.
+`train` sets up, `optimize` is the loop, `finish` writes the head. One optimizer step: take its
+batch of whole rows, in micro-batches that fit; for each let the frozen base produce its hidden
+states, let the draft compare what it predicts with what the base does, and collect the gradient;
+then update the draft's weights. From time to time measure acceptance on held-out prompts, keep the
+best head, and write a checkpoint.
+
+A run is a function of recipe, base and data: batches, learning rate and random numbers follow from
+the step's number. So a run that was killed and resumed ends in the same weights
+(docs/determinism.md), and one process that accumulates takes the same steps as eight.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from graft.errors import UserError
 from graft.manifest import base_fingerprint
 from graft.reader import Checkpoint
-from graft.staging import staged_folder
+from graft.staging import check_output, staged_folder
 from mtp import __version__
-from mtp.acceptance import Runtime, continue_prompts, measure
-from mtp.data.batches import token_budget_batches
+from mtp.checkpoint import disk_bytes, load_checkpoint, require_disk, save_checkpoint
+from mtp.data.batches import Batch
 from mtp.data.prompts import evaluation_prompts
-from mtp.data.store import load_prepared, read_manifest, require_tokenizer_of
-from mtp.head import MTPHead, head_from_base, save_head
-from mtp.losses import align, category_weights, chunked_loss, objective_at, position_weights
-from mtp.progress import track
-from mtp.recipe import Recipe, TrainRecipe
-from mtp.router_load import RouterLoad, freeze_routers
+from mtp.data.store import load_prepared, read_manifest, require_tokenizer_of, rows_digest
+from mtp.divergence import divergence_error, what_diverged
+from mtp.draft import Draft, MTPDraft
+from mtp.optimizer import build_optimizers, set_learning_rate
+from mtp.parallel import (
+    agreed,
+    gather_weights,
+    gathered,
+    gradient_exchange,
+    local_device,
+    rounded_to_bfloat16,
+    start_processes,
+    summed,
+    unsharded,
+    whole,
+    wrap,
+)
+from mtp.progress import TrainingBar, stop_requests
+from mtp.recipe import Recipe
+from mtp.recipe_text import dump_recipe
+from mtp.run_folder import HISTORY, RunFolder, check_run, open_run, read_history, run_path
+from mtp.schedule import StepBatches, learning_rate_factor
 from mtp.teacher import Teacher
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+@dataclass(kw_only=True)
+class TrainState:
+    """Where a run is; kept in every checkpoint.
+
+    step, tokens, seconds: finished optimizer steps, tokens seen in them, time they took.
+    before: acceptance of the warm start.
+    best: step and acceptance of the best head so far.
+    num_without_best: evaluations since acceptance last rose.
+    measured: the last step that was evaluated.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    before: dict[str, Any] | None = None
+    best: dict[str, Any] | None = None
+    num_without_best: int = 0
+    measured: int = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What the loop works with. `model` is `draft` as wrapped for several processes."""
+
+    recipe: Recipe
+    draft: Draft
+    model: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    batches: StepBatches
+    rows: Any
+    run: RunFolder
+    accelerator: Accelerator
+    provenance: dict[str, Any]
 
 
 def train(
@@ -40,8 +100,12 @@ def train(
     *,
     device: str = "auto",
     overwrite: bool = False,
-) -> dict[str, Any]:
-    """Train a head and write it to `out`.
+    resume: bool = False,
+    max_steps: int | None = None,
+    shard: bool = False,
+    tracker: str | None = None,
+) -> dict[str, Any] | None:
+    """Train a head and write it to `out`; state and log of the run go to `out`.run beside it.
 
     Args:
         base: the base checkpoint that will be served.
@@ -49,160 +113,283 @@ def train(
         out: the head folder to write.
         recipe: what to train, and how.
         device: "auto", "cpu", "cuda", ...
-        overwrite: replace an existing `out`.
+        overwrite: replace an existing `out`, and an earlier run unless `resume`.
+        resume: go on from the newest checkpoint of the run, if there is one.
+        max_steps: stop after so many optimizer steps, on the schedule of the recipe.
+        shard: with several processes, split weights and optimizer state among them (FSDP2).
+        tracker: "tensorboard" or "wandb", beside history.jsonl.
 
     Returns:
-        A summary: losses, tokens, seconds, and acceptance before and after on held-out prompts.
+        A summary: losses, tokens, seconds, and acceptance before and after on held-out prompts;
+        None in all processes but the main one.
 
     Raises:
-        UserError: a broken base or data folder, or an `out` that must not be written.
+        UserError: a broken base or data folder, an `out` that must not be written, a run that
+            cannot be resumed, a loss that diverged, or a signal that ended the run.
     """
+    check_output(out, overwrite=overwrite, sources=[base, data])
+    check_run(run_path(out), resume=resume, overwrite=overwrite)
+    checkpoint = Checkpoint(base)
+    checkpoint.require_supported()
+    require_tokenizer_of(data, base)
+    rows = load_prepared(data)["train"]
+    prompts = evaluation_prompts(
+        data,
+        num_prompts=recipe.eval.num_prompts,
+        max_prompt_tokens=recipe.eval.max_prompt_tokens,
+    )
     torch.manual_seed(recipe.train.seed)
-    with staged_folder(out, overwrite=overwrite, sources=[base, data]) as staging:
-        checkpoint = Checkpoint(base)
-        checkpoint.require_supported()
-        require_tokenizer_of(data, base)
-        rows = load_prepared(data)["train"]
-        prompts = evaluation_prompts(
-            data,
-            num_prompts=recipe.eval.num_prompts,
-            max_prompt_tokens=recipe.eval.max_prompt_tokens,
-        )
-        teacher = Teacher.load(base, device=device)
-        head = head_from_base(checkpoint, recipe.head.num_layers, recipe.head.warm_start)
-        head.to(teacher.device)
-        if not recipe.head.train_router:
-            freeze_routers(head)
-
-        num_steps = recipe.train.num_speculative_tokens or head.num_layers
-        runtime: Runtime = "stock" if recipe.train.runtime == "stock" else "routed"
-        text = continue_prompts(teacher, prompts, recipe.eval.num_tokens, num_steps)
-        before = measure(teacher, head, text, num_steps=num_steps, runtime=runtime)
-
-        started = time.monotonic()
-        history = optimize(head, teacher, rows, recipe)
-        seconds = time.monotonic() - started
-
-        round_to_bfloat16(head)  # what is measured is what is saved
-        after = measure(teacher, head, text, num_steps=num_steps, runtime=runtime)
-        summary = {
-            "steps": recipe.train.steps,
-            "tokens": history[-1]["tokens"] if history else 0,
-            "seconds": seconds,
-            "final_loss_per_position": history[-1]["loss_per_position"] if history else None,
-            "before": before,
-            "after": after,
-        }
-        save_head(
-            head,
-            staging,
-            base_fingerprint=base_fingerprint(checkpoint),
-            provenance={
-                "tool": f"mtp-graft {__version__}",
-                "recipe": asdict(recipe),
-                "tokens": summary["tokens"],
-                "warm_start_mean_accepted": before["mean_accepted"],
-                "licences": sorted(read_manifest(data).get("licences", [])),
-            },
-            acceptance=after,
-        )
-        write_history(staging / "history.jsonl", history)
-    return summary
-
-
-def optimize(head: MTPHead, teacher: Teacher, rows: Any, recipe: Recipe) -> list[dict[str, Any]]:
-    """The loop. Updates `head` in place; returns one record an optimizer step."""
-    settings = recipe.train
-    num_steps = settings.num_speculative_tokens or head.num_layers
-    weights = position_weights(recipe.loss, num_steps).to(teacher.device)
-    optimizer = torch.optim.AdamW(
-        head.parameters(),
-        lr=settings.learning_rate,
-        betas=(0.9, 0.95),
-        weight_decay=settings.weight_decay,
+    teacher = Teacher.load(base, device=local_device(device))
+    accelerator = start_processes(teacher.device, tracker, run_path(out))
+    draft = MTPDraft.from_base(checkpoint, teacher, recipe, prompts)
+    batches = StepBatches(
+        rows,
+        recipe.train,
+        num_processes=accelerator.num_processes,
+        process=accelerator.process_index,
+        min_length=draft.min_length,
     )
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: learning_rate_factor(settings, step)
-    )
-    head.train()
-    load = RouterLoad(head)
-    num_tokens, history = 0, []
-    batches = endless_batches(rows, settings)
-    for step in track(range(settings.steps), "training the head", unit="step"):
-        batch = next(batches)
-        input_ids = batch.input_ids.to(teacher.device)
-        hidden, embeddings = teacher.hidden(input_ids), teacher.embed(input_ids)
-        with teacher.autocast():  # float32 weights; bfloat16 arithmetic on a GPU
-            chains = head.chains(settings.runtime, hidden.float(), embeddings.float(), num_steps)
-        mask = batch.loss_mask.to(teacher.device)
-        row_weights = category_weights(recipe.loss.category_weights, batch.categories)
-        objective = objective_at(recipe.loss, step / settings.steps)
-        results = []
-        for outputs in chains.values():
-            aligned = align(
-                [output.to(hidden.dtype) for output in outputs],
-                hidden, input_ids, mask, num_steps, row_weights.to(teacher.device),
-            )  # fmt: skip
-            results.append(
-                chunked_loss(
-                    aligned, teacher.lm_head, objective, weights, restricted=recipe.loss.restricted
-                )
-            )
-        sum(result.loss for result in results).backward()
-        norm = torch.nn.utils.clip_grad_norm_(head.parameters(), settings.max_gradient_norm)
+    identity = {
+        "draft": draft.name,
+        "recipe": asdict(recipe),
+        "base": base_fingerprint(checkpoint),
+        "data": rows_digest(data),
+    }
+    provenance = {
+        "tool": f"mtp-graft {__version__}",
+        "recipe": asdict(recipe),
+        "licences": sorted(read_manifest(data).get("licences", [])),
+    }
+    text = dump_recipe(recipe)
+    is_main = accelerator.is_main_process
+    with open_run(run_path(out), identity, text, resume=resume, write=is_main) as run:
+        accelerator.wait_for_everyone()
+        state = TrainState(**run.newest_state())
+        if state.before is None:
+            state.before = draft.evaluate()
+        model = wrap(accelerator, draft, shard=shard)
+        setup = Setup(
+            recipe=recipe,
+            draft=draft,
+            model=model,
+            optimizers=build_optimizers(model, recipe.train),
+            batches=batches,
+            rows=rows,
+            run=run,
+            accelerator=accelerator,
+            provenance=provenance,
+        )
+        optimize(setup, state, max_steps)
+        return finish(setup, state, out, overwrite=overwrite, sources=[base, data])
+
+
+def optimize(setup: Setup, state: TrainState, max_steps: int | None = None) -> None:
+    """The loop. Updates the draft and `state` in place.
+
+    Raises:
+        UserError: the loss diverged, or a signal ended the run; a checkpoint is then written.
+    """
+    settings, run, accelerator = setup.recipe.train, setup.run, setup.accelerator
+    if state.step:
+        load_checkpoint(run.checkpoint(state.step), setup.draft, setup.optimizers)
+    elif settings.checkpoint_every and accelerator.is_main_process:
+        require_disk(run.path, disk_bytes(setup.draft, settings.keep_checkpoints))
+    earlier = run.restart_history(state.step) if accelerator.is_main_process else []
+    losses = agreed(accelerator, [record["loss"] for record in earlier])
+    last = settings.steps if max_steps is None else min(max_steps, settings.steps)
+    setup.model.train()
+    bar = TrainingBar(last, state.step, enabled=accelerator.is_main_process)
+    with stop_requests() as requests, bar:
+        while state.step < last and not stalled(setup, state):
+            record, stopping = optimizer_step(setup, state, losses, bool(requests))
+            losses.append(record["loss"])
+            if due(settings.eval_every, state.step) or state.step == settings.steps:
+                record |= evaluate(setup, state)
+            if accelerator.is_main_process:
+                run.append(record)
+            accelerator.log(flat_numbers(record), step=state.step)
+            bar.show(record)
+            paused = state.step < settings.steps and (stopping or state.step == last)
+            if paused or due(settings.checkpoint_every, state.step):
+                write_checkpoint(setup, state)
+            if stopping and state.step < last:
+                raise interrupted(requests, state.step, last, run.path)
+
+
+def optimizer_step(
+    setup: Setup, state: TrainState, losses: list[float], stop: bool
+) -> tuple[dict[str, Any], bool]:
+    """One optimizer step.
+
+    Args:
+        setup, state: the run; `state` moves on by a step.
+        losses: of all steps before.
+        stop: whether this process was asked to stop.
+
+    Returns:
+        The step's record for the history, and whether any process was asked to stop.
+
+    Raises:
+        UserError: the loss or the gradient is no number, or explodes; nothing was updated.
+    """
+    settings, accelerator = setup.recipe.train, setup.accelerator
+    started = time.monotonic()
+    rate = settings.learning_rate * learning_rate_factor(settings, state.step)
+    set_learning_rate(setup.optimizers, rate)
+    torch.manual_seed(settings.seed + state.step)  # resumed runs draw the same numbers
+    batches = list(setup.batches.micro_batches(state.step))
+
+    weights = sum(setup.draft.target_weights(batch).double() for batch in batches)
+    shared = summed(accelerator, torch.cat([weights, torch.tensor([float(stop)]).double()]))
+    totals, stopping = shared[:-1].float(), bool(shared[-1])
+
+    parts = []
+    for number, batch in enumerate(batches, 1):
+        with gradient_exchange(setup.model, number == len(batches)):
+            loss, statistics = setup.model(batch, totals, state.step / settings.steps)
+            (loss * accelerator.num_processes).backward()
+        parts.append(torch.cat([loss.detach().reshape(1), statistics.flatten()]))
+    loss, *statistics = summed(accelerator, torch.stack(parts).sum(0)).tolist()
+    parameters = [p for group in setup.optimizers for g in group.param_groups for p in g["params"]]
+    norm = float(whole(nn.utils.clip_grad_norm_(parameters, settings.max_gradient_norm)))
+    if wrong := what_diverged(loss, norm, losses):
+        raise divergence(setup, state, wrong, batches, parts)
+    for optimizer in setup.optimizers:
         optimizer.step()
-        scheduler.step()
         optimizer.zero_grad(set_to_none=True)
 
-        num_tokens += int(batch.lengths.sum())
-        history.append(
-            {
-                "step": step,
-                "loss_per_position": results[0].per_position.tolist(),
-                "agreement_per_position": results[0].agreement.tolist(),
-                "gradient_norm": float(norm),
-                "expert_load_variation": [layer.variation for layer in load.read()],
-                "tokens": num_tokens,
-            }
+    num_tokens, seconds = setup.batches.num_tokens(state.step), time.monotonic() - started
+    state.step, state.tokens = state.step + 1, state.tokens + num_tokens
+    state.seconds += seconds
+    record = {
+        "step": state.step,
+        "loss": loss,
+        "loss_per_position": statistics[: len(statistics) // 2],
+        "agreement_per_position": statistics[len(statistics) // 2 :],
+        "learning_rate": rate,
+        "gradient_norm": norm,
+        "tokens": state.tokens,
+        "tokens_per_second": num_tokens / seconds,
+    }
+    return record, stopping
+
+
+def evaluate(setup: Setup, state: TrainState) -> dict[str, Any]:
+    """Measure the draft as it would be written, in BF16; keep it when it is the best so far.
+
+    The number is held-out acceptance, never the loss: that keeps falling after acceptance has
+    peaked. Among equals the later head stays.
+    """
+    with rounded_to_bfloat16(setup.draft), unsharded(setup.model):
+        metrics = agreed(setup.accelerator, setup.draft.evaluate())
+        accepted = metrics["mean_accepted"]
+        best = state.best["acceptance"]["mean_accepted"] if state.best else -1.0
+        state.num_without_best = 0 if accepted > best else state.num_without_best + 1
+        if accepted >= best:
+            state.best = {"step": state.step, "acceptance": metrics}
+            weights = gather_weights(setup.draft, keep=setup.accelerator.is_main_process)
+            if setup.accelerator.is_main_process:
+                export_best(setup, state, weights)
+    state.measured = state.step
+    return {"mean_accepted": accepted, "cumulative": metrics["cumulative"]}
+
+
+def export_best(setup: Setup, state: TrainState, weights: dict[str, torch.Tensor]) -> None:
+    """Write the head of this step into the run folder."""
+    assert state.best and state.before
+    provenance = setup.provenance | {
+        "step": state.step,
+        "tokens": state.tokens,
+        "warm_start_mean_accepted": state.before["mean_accepted"],
+    }
+    with staged_folder(setup.run.best(state.step), overwrite=True) as staging:
+        setup.draft.export(
+            staging, weights, provenance=provenance, acceptance=state.best["acceptance"]
         )
-        if len(results) > 1:
-            history[-1]["stock_loss_per_position"] = results[1].per_position.tolist()
-    load.remove()
-    return history
 
 
-def learning_rate_factor(settings: TrainRecipe, step: int) -> float:
-    """Factor of the learning rate at an optimizer step: linear warm-up, then cosine."""
-    if step < settings.warmup_steps:
-        return (step + 1) / settings.warmup_steps
-    remaining = max(settings.steps - settings.warmup_steps, 1)
-    progress = min((step - settings.warmup_steps) / remaining, 1.0)
-    floor = settings.min_learning_rate / settings.learning_rate
-    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+def write_checkpoint(setup: Setup, state: TrainState) -> None:
+    """Write the resume state of this step, then remove what it replaces."""
+    write = setup.accelerator.is_main_process
+    if write:
+        setup.run.sync_history()
+    folder = setup.run.checkpoint(state.step)
+    save_checkpoint(folder, setup.draft, setup.optimizers, asdict(state), write=write)
+    if write:
+        setup.run.prune(setup.recipe.train.keep_checkpoints)
+    setup.accelerator.wait_for_everyone()
 
 
-def endless_batches(rows: Any, settings: TrainRecipe) -> Any:
-    """Batches of epoch after epoch, each epoch in its own order."""
-    epoch = 0
-    while True:
-        yield from token_budget_batches(
-            rows, max_tokens=settings.tokens_per_batch, seed=settings.seed, epoch=epoch, pad_id=0
-        )
-        epoch += 1
+def finish(
+    setup: Setup, state: TrainState, out: Path, *, overwrite: bool, sources: list[Path]
+) -> dict[str, Any] | None:
+    """Write the best head to `out`, with the history and the recipe; return the summary."""
+    if state.measured != state.step or state.best is None:
+        evaluate(setup, state)
+    run, best = setup.run, state.best
+    assert best is not None
+    complete = state.step == setup.recipe.train.steps or stalled(setup, state)
+    setup.accelerator.end_training()
+    if setup.accelerator.is_main_process:
+        with staged_folder(out, overwrite=overwrite, sources=sources) as staging:
+            run.deliver(run.best(best["step"]), staging)
+        if complete:
+            run.close()
+    setup.accelerator.wait_for_everyone()
+    if not setup.accelerator.is_main_process:
+        return None
+    history = read_history(run.path / HISTORY)
+    return {
+        "steps": state.step,
+        "tokens": state.tokens,
+        "seconds": state.seconds,
+        "final_loss_per_position": history[-1]["loss_per_position"] if history else None,
+        "before": state.before,
+        "after": best["acceptance"],
+        "best_step": best["step"],
+        "complete": complete,
+        "run": str(run.path),
+    }
 
 
-@torch.no_grad()
-def round_to_bfloat16(head: MTPHead) -> None:
-    """Round every weight to what BF16 holds, in place."""
-    for parameter in head.parameters():
-        parameter.copy_(parameter.to(torch.bfloat16))
+def divergence(
+    setup: Setup, state: TrainState, what: str, batches: list[Batch], parts: list[torch.Tensor]
+) -> UserError:
+    """The error that names the rows: those of micro-batches without a finite loss, else all."""
+    broken = [b for b, part in zip(batches, parts, strict=True) if not part.isfinite().all()]
+    named = gathered(setup.accelerator, [index for batch in broken for index in batch.rows])
+    indices = named or [i for part in setup.batches.row_indices(state.step) for i in part]
+    checkpoints = setup.run.checkpoints()
+    last = str(checkpoints[-1]) if checkpoints else "none yet"
+    return divergence_error(state.step + 1, what, setup.rows, indices, last)
 
 
-def write_history(path: Path, history: list[dict[str, Any]]) -> None:
-    """One JSON object a step; the first line carries the schema version."""
-    import json
+def interrupted(requests: list[str], step: int, last: int, run: Path) -> UserError:
+    """The error that ends a run which a signal asked to stop."""
+    return UserError(
+        f"{last} steps",
+        f"{requests[0] if requests else 'a signal'} after step {step}, written to {run}",
+        "pass --resume to go on",
+    )
 
-    with path.open("w") as file:
-        file.write(json.dumps({"schema_version": 1}) + "\n")
-        for record in history:
-            file.write(json.dumps(record) + "\n")
+
+def stalled(setup: Setup, state: TrainState) -> bool:
+    """Whether acceptance has not improved for `patience` evaluations."""
+    patience = setup.recipe.train.patience
+    return bool(patience) and state.num_without_best >= patience
+
+
+def due(every: int, step: int) -> bool:
+    """Whether something that happens every so many steps (0: never) happens after this one."""
+    return bool(every) and step % every == 0
+
+
+def flat_numbers(record: dict[str, Any]) -> dict[str, float]:
+    """A record as trackers take it: positions as keys of their own, counted from 1."""
+    flat: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, list):
+            flat |= {f"{name}/{position}": item for position, item in enumerate(value, 1)}
+        elif name != "step":
+            flat[name] = value
+    return flat

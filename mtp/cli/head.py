@@ -21,26 +21,66 @@ from mtp.cli.options import (
     emit,
 )
 
+DEFAULT_RECIPE = Path("recipe.toml")
+
 
 def train_command(
     base: Base,
     data: Data,
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(help="TOML recipe; ./recipe.toml when there is one.", show_default=False),
+    ] = None,
+    recipe_option: RecipeFile = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="TABLE.KEY=VALUE, over the recipe; repeat.")
+    ] = None,
     out: Out = Path("head"),
-    recipe: RecipeFile = None,
+    max_steps: Annotated[
+        int | None, typer.Option(min=1, help="Stop after so many optimizer steps.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an earlier run.")] = False,
+    shard: Annotated[
+        bool, typer.Option("--shard", help="Split the state among processes (FSDP2).")
+    ] = False,
+    tracker: Annotated[
+        str | None, typer.Option(help="tensorboard or wandb, beside history.jsonl.")
+    ] = None,
     device: Device = "auto",
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
     """Distil a head from the base.
 
-    Example: mtp train --base base --data data --out head --recipe recipes/nano/recipe.toml
+    Example: mtp train recipes/nano/recipe.toml --base base --data data --out head
     """
     from mtp.recipe import load_recipe
     from mtp.tables import acceptance_table
     from mtp.train import train
 
-    summary = train(base, data, out, load_recipe(recipe), device=device, overwrite=overwrite)
-    title = f"{out}: {summary['tokens']} tokens in {summary['seconds']:.0f} s"
+    if recipe and recipe_option:
+        raise typer.BadParameter("a recipe and --recipe both name one")
+    found = recipe or recipe_option
+    if found is None and DEFAULT_RECIPE.is_file():
+        found = DEFAULT_RECIPE
+    summary = train(
+        base,
+        data,
+        out,
+        load_recipe(found, settings or ()),
+        device=device,
+        overwrite=overwrite,
+        resume=resume,
+        max_steps=max_steps,
+        shard=shard,
+        tracker=tracker,
+    )
+    if summary is None:  # another process reports
+        return
+    title = (
+        f"{out}: {summary['steps']} steps, {summary['tokens']} tokens in "
+        f"{summary['seconds']:.0f} s; best at step {summary['best_step']}"
+    )
     rows = [("warm start", summary["before"]), ("trained", summary["after"])]
     emit(summary, as_json, None, acceptance_table(rows, title))
 

@@ -6,14 +6,12 @@ padding, which grouping by length keeps small.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-
-from graft.errors import UserError
+import torch.nn.functional as F
 
 _POOL_BATCHES = 64  # batches' worth of rows that are sorted by length together
 
@@ -27,39 +25,18 @@ class Batch:
         loss_mask: [B, T] bool, False on padding.
         lengths: [B] int64.
         categories: one for each row.
+        rows: each row's index in its split.
     """
 
     input_ids: torch.Tensor
     loss_mask: torch.Tensor
     lengths: torch.Tensor
     categories: tuple[str, ...]
+    rows: tuple[int, ...]
 
-
-def token_budget_batches(
-    dataset: Any, *, max_tokens: int, seed: int, epoch: int, pad_id: int
-) -> Iterator[Batch]:
-    """Every row exactly once, in an order that depends on the data, `seed` and `epoch` only.
-
-    Args:
-        dataset: one split of a prepared folder.
-        max_tokens: largest B * T of a batch, padding included.
-        seed: with `epoch`, decides the order.
-        epoch: counts from 0.
-        pad_id: token id for padding; any valid one.
-
-    Raises:
-        UserError: a row is longer than `max_tokens`.
-    """
-    lengths = row_lengths(dataset)
-    if len(lengths) and lengths.max() > max_tokens:
-        raise UserError(
-            "a token budget of at least the longest row",
-            f"{max_tokens}, with a row of {lengths.max()} tokens",
-            "raise the budget, or prepare the data with a smaller --max-length",
-        )
-    rows = dataset.with_format("arrow")
-    for indices in plan_batches(lengths, max_tokens=max_tokens, seed=seed, epoch=epoch):
-        yield _collate(rows[indices], pad_id)
+    def without_targets(self) -> Batch:
+        """The same rows with nothing supervised."""
+        return replace(self, loss_mask=torch.zeros_like(self.loss_mask))
 
 
 def row_lengths(dataset: Any) -> np.ndarray:
@@ -97,17 +74,24 @@ def plan_batches(lengths: np.ndarray, *, max_tokens: int, seed: int, epoch: int)
     return [batches[i] for i in generator.permutation(len(batches))]
 
 
-def _collate(columns: Any, pad_id: int) -> Batch:
+def collate(dataset: Any, indices: list[int], *, pad_id: int = 0, min_length: int = 1) -> Batch:
+    """The named rows of a split as one batch, padded to at least `min_length` tokens."""
+    columns = dataset.with_format("arrow")[indices]
     ids = [torch.tensor(row.values.to_numpy()) for row in columns.column("input_ids")]
     masks = [
         torch.tensor(row.values.to_numpy(zero_copy_only=False))
         for row in columns.column("loss_mask")
     ]
     lengths = torch.tensor([len(row) for row in ids], dtype=torch.int64)
-    pad = torch.nn.utils.rnn.pad_sequence
+    width = max(int(lengths.max()), min_length)
     return Batch(
-        input_ids=pad(ids, batch_first=True, padding_value=pad_id).long(),
-        loss_mask=pad(masks, batch_first=True, padding_value=False).bool(),
+        input_ids=_padded(ids, width, pad_id).long(),
+        loss_mask=_padded(masks, width, False).bool(),
         lengths=lengths,
         categories=tuple(columns.column("category").to_pylist()),
+        rows=tuple(indices),
     )
+
+
+def _padded(rows: list[torch.Tensor], width: int, value: float) -> torch.Tensor:
+    return torch.stack([F.pad(row, (0, width - len(row)), value=value) for row in rows])

@@ -6,6 +6,7 @@ Rows are streamed to an Arrow file first, so memory does not grow with the data.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import shutil
 import sys
@@ -150,6 +151,20 @@ def require_tokenizer_of(folder: Path, base: Path) -> None:
             f"{folder}, prepared with another ({str(prepared_with)[:12]}, not {found[:12]})",
             "prepare the data again with this --base",
         )
+
+
+def rows_digest(folder: Path) -> str:
+    """SHA-256 over the tokens and masks of a prepared folder, all splits, as hex."""
+    digest = hashlib.sha256()
+    for split, rows in sorted(load_prepared(folder).items()):
+        digest.update(split.encode())
+        columns = rows.select_columns(["input_ids", "loss_mask"]).with_format("arrow")
+        for table in columns.iter(batch_size=1024) if len(rows) else ():
+            for column in ("input_ids", "loss_mask"):
+                values = table.column(column).combine_chunks()
+                for part in (values.value_lengths(), values.flatten()):
+                    digest.update(part.to_numpy(zero_copy_only=False).tobytes())
+    return digest.hexdigest()
 
 
 def load_prepared(folder: Path) -> Any:

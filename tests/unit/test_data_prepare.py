@@ -10,7 +10,7 @@ import pytest
 from data_helpers import chat, make_base, write_jsonl
 
 from graft.errors import UserError
-from mtp.data.batches import plan_batches, token_budget_batches
+from mtp.data.batches import plan_batches
 from mtp.data.prepare import prepare
 from mtp.data.prompts import evaluation_prompts
 from mtp.data.split import is_held_out
@@ -217,32 +217,6 @@ def test_evaluation_prompts(mixed, base):
     assert len(set(chats)) == min(len(chats), report.held_out.conversations)
     with pytest.raises(UserError, match="held-out prompts of at most 2 tokens"):
         evaluation_prompts(folder, num_prompts=10, max_prompt_tokens=2)
-
-
-def test_batches_hold_each_row_once_within_the_budget(mixed):
-    train = load_prepared(mixed[0])["train"]
-    rows = Counter((tuple(r["input_ids"]), tuple(r["loss_mask"]), r["category"]) for r in train)
-
-    def batches(**changes):
-        settings = {"max_tokens": 600, "seed": 0, "epoch": 0, "pad_id": 5, **changes}
-        return list(token_budget_batches(train, **settings))
-
-    found: Counter = Counter()
-    for batch in batches():
-        assert batch.input_ids.numel() <= 600
-        assert batch.input_ids.shape == batch.loss_mask.shape
-        for ids, mask, length, category in zip(
-            batch.input_ids, batch.loss_mask, batch.lengths.tolist(), batch.categories, strict=True
-        ):
-            found[(tuple(ids[:length].tolist()), tuple(mask[:length].tolist()), category)] += 1
-            assert (ids[length:] == 5).all() and not mask[length:].any()
-    assert found == rows
-    order = [batch.input_ids.tolist() for batch in batches()]
-    assert order == [batch.input_ids.tolist() for batch in batches()]
-    assert order != [batch.input_ids.tolist() for batch in batches(epoch=1)]
-    assert order != [batch.input_ids.tolist() for batch in batches(seed=1)]
-    with pytest.raises(UserError, match="token budget"):
-        batches(max_tokens=50)
 
 
 def test_grouping_by_length_keeps_padding_small():

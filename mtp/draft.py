@@ -1,0 +1,160 @@
+"""What the trainer knows of a draft, and the MTP head behind that.
+
+The loop in `mtp.train` moves batches, gradients and files; what is drafted, from what, and how good
+it is, is the draft's business. A draft is a module, so that data parallelism and sharding can wrap
+its `forward`.
+
+Shapes: K speculative positions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from graft.manifest import base_fingerprint
+from graft.reader import Checkpoint
+from mtp.acceptance import Continuations, continue_prompts, measure
+from mtp.data.batches import Batch
+from mtp.data.prompts import Prompt
+from mtp.head import MTPHead, head_from_base, save_head
+from mtp.losses import align, category_weights, chunked_loss, objective_at, position_weights
+from mtp.recipe import Recipe
+from mtp.teacher import Teacher
+
+
+class Draft(nn.Module, ABC):
+    """A draft under training. Its parameters are the trained tensors, in float32.
+
+    Attributes:
+        name: of the kind of draft, as in `head.json`.
+        num_positions: K.
+        min_length: tokens that a row needs for every layer to run.
+    """
+
+    name: str
+    num_positions: int
+    min_length: int
+
+    @abstractmethod
+    def target_weights(self, batch: Batch) -> torch.Tensor:
+        """[K] float32 on the CPU: total weight of the targets that each position predicts."""
+
+    @abstractmethod
+    def forward(
+        self, batch: Batch, totals: torch.Tensor, progress: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A micro-batch's share of an optimizer step's loss.
+
+        Args:
+            batch: rows.
+            totals: [K], `target_weights` summed over the whole optimizer step: losses are divided
+                by this, so that shares add up to a mean over all targets, not to a mean of means.
+            progress: fraction of training that is done, from 0.
+
+        Returns:
+            The scalar to minimise, and, detached, this share of two means over the step, [2, K]:
+            each position's loss without position weights, and how often the draft's most probable
+            token is the base's.
+        """
+
+    @abstractmethod
+    def sharded_modules(self) -> list[nn.Module]:
+        """Modules of which each is a unit of FSDP2; the rest of the parameters is one more."""
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, Any]:
+        """Held-out acceptance, as `mtp.acceptance.measure` gives it, of the weights as they are."""
+
+    @abstractmethod
+    def export(self, folder: Path, weights: dict[str, torch.Tensor], **metadata: Any) -> None:
+        """Write what is served into `folder`; `weights` by parameter name."""
+
+
+class MTPDraft(Draft):
+    """The MTP head, distilled from a teacher.
+
+    Args:
+        head: on the teacher's device, float32.
+        teacher: the frozen base.
+        recipe: of the loss.
+        text: held-out prompts and the base's continuations.
+        fingerprint: of the base.
+    """
+
+    name = "mtp"
+
+    def __init__(
+        self,
+        head: MTPHead,
+        teacher: Teacher,
+        recipe: Recipe,
+        text: Continuations,
+        fingerprint: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        self.head = head
+        self.num_positions = head.num_layers
+        self.min_length = head.num_layers + 2  # the last module's window then holds one target
+        self._teacher, self._text, self._fingerprint = teacher, text, fingerprint
+        self._loss = recipe.loss
+        self._position_weights = position_weights(recipe.loss, head.num_layers).to(teacher.device)
+        head.activation_checkpointing = recipe.train.activation_checkpointing
+
+    @classmethod
+    def from_base(
+        cls, checkpoint: Checkpoint, teacher: Teacher, recipe: Recipe, prompts: list[Prompt]
+    ) -> MTPDraft:
+        """A head at its warm start; the base continues the prompts."""
+        head = head_from_base(checkpoint, recipe.head.num_layers, recipe.head.warm_start)
+        head.to(teacher.device)
+        text = continue_prompts(teacher, prompts, recipe.eval.num_tokens, head.num_layers)
+        return cls(head, teacher, recipe, text, base_fingerprint(checkpoint))
+
+    def target_weights(self, batch: Batch) -> torch.Tensor:
+        # Step k predicts the token at t from position t-k-2, so it has those of t >= k+2.
+        weights = category_weights(self._loss.category_weights, batch.categories).unsqueeze(-1)
+        supervised = batch.loss_mask * weights
+        return torch.stack([supervised[:, k + 2 :].sum() for k in range(self.num_positions)])
+
+    def forward(
+        self, batch: Batch, totals: torch.Tensor, progress: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        teacher = self._teacher
+        input_ids = batch.input_ids.to(teacher.device)
+        hidden, embeddings = teacher.hidden(input_ids), teacher.embed(input_ids)
+        with teacher.autocast():  # float32 weights; bfloat16 arithmetic on a GPU
+            outputs = self.head.chain(hidden.float(), embeddings.float())
+        aligned = align(
+            [output.to(hidden.dtype) for output in outputs],
+            hidden,
+            input_ids,
+            batch.loss_mask.to(teacher.device),
+            self.num_positions,
+            category_weights(self._loss.category_weights, batch.categories).to(teacher.device),
+        )
+        totals = totals.to(teacher.device)
+        objective = objective_at(self._loss, progress)
+        result = chunked_loss(
+            aligned, teacher.lm_head, objective, self._position_weights, counts=totals
+        )
+        share = aligned.counts() / totals.clamp(min=1e-30)
+        return result.loss, torch.stack([result.per_position, result.agreement * share])
+
+    def sharded_modules(self) -> list[nn.Module]:
+        return list(self.head.layers)
+
+    def evaluate(self) -> dict[str, Any]:
+        metrics = measure(self._teacher, self.head, self._text)
+        self.train()
+        return metrics
+
+    def export(self, folder: Path, weights: dict[str, torch.Tensor], **metadata: Any) -> None:
+        tensors = {name.removeprefix("head."): tensor for name, tensor in weights.items()}
+        save_head(
+            self.head, folder, base_fingerprint=self._fingerprint, weights=tensors, **metadata
+        )

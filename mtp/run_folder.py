@@ -1,0 +1,238 @@
+"""The run folder beside a head: everything that a run needs to go on, and its log.
+
+    head.run/
+      recipe.toml      the resolved recipe, every key
+      run.json         what identifies the run: recipe, base, data, draft
+      history.jsonl    one line an optimizer step
+      checkpoints/     step-00000120/ ...: the newest `keep_checkpoints` resume states
+      best/            step-00000100/: the head with the best held-out acceptance so far
+      tensorboard/     where asked for
+
+Only one process at a time may have it open; a lock that dies with the process sees to that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from graft.errors import UserError
+from graft.index import read_json, write_json
+from mtp.checkpoint import read_state
+
+SCHEMA_VERSION = 1
+HISTORY_SCHEMA = 2  # 2: `step` counts finished steps; loss, learning_rate, tokens_per_second
+LOCK, IDENTITY, RECIPE, HISTORY = "lock", "run.json", "recipe.toml", "history.jsonl"
+CHECKPOINTS, BEST = "checkpoints", "best"
+# Keys that a resumed run may change: they decide how a step is computed and what is kept of it.
+FREE_KEYS = {
+    f"recipe.train.{name}"
+    for name in (
+        "checkpoint_every", "keep_checkpoints", "micro_batch_tokens", "activation_checkpointing",
+    )
+}  # fmt: skip
+
+
+class RunFolder:
+    """Paths and records of one run; make it with `open_run`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def checkpoints(self) -> list[Path]:
+        """Complete checkpoints, oldest first."""
+        return sorted((self.path / CHECKPOINTS).glob("step-*"))
+
+    def checkpoint(self, step: int) -> Path:
+        return self.path / CHECKPOINTS / f"step-{step:08d}"
+
+    def best(self, step: int) -> Path:
+        return self.path / BEST / f"step-{step:08d}"
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add a step to the history."""
+        with (self.path / HISTORY).open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def sync_history(self) -> None:
+        """Make sure that the history is on disk, before a checkpoint that counts on it."""
+        with (self.path / HISTORY).open("a") as file:
+            os.fsync(file.fileno())
+
+    def restart_history(self, step: int) -> list[dict[str, Any]]:
+        """Cut the history to its first `step` steps, and return them.
+
+        Raises:
+            UserError: it has fewer.
+        """
+        path = self.path / HISTORY
+        records = read_history(path)[:step] if path.is_file() else []
+        if len(records) != step:
+            raise UserError(
+                f"{step} steps in {path}", f"{len(records)}", "restore it, or start a new run"
+            )
+        staging = path.with_name(f".{HISTORY}")
+        lines = [{"schema_version": HISTORY_SCHEMA}, *records]
+        staging.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        staging.replace(path)
+        return records
+
+    def prune(self, keep: int) -> None:
+        """Remove all but the newest `keep` checkpoints, and heads that none of these counts as
+        its best; also what a killed run left half written."""
+        kept = self.checkpoints()[-max(keep, 1) :]
+        best = {(read_state(path).get("best") or {}).get("step") for path in kept}
+        wanted = {*kept, *(self.best(step) for step in best if step is not None)}
+        for folder in (self.path / CHECKPOINTS, self.path / BEST):
+            for path in folder.iterdir():
+                if path not in wanted:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def newest_state(self) -> dict[str, Any]:
+        """The state in the newest checkpoint, or nothing."""
+        checkpoints = self.checkpoints()
+        return read_state(checkpoints[-1]) if checkpoints else {}
+
+    def deliver(self, best: Path, folder: Path) -> None:
+        """Put a head of this run, its recipe and its history into `folder`."""
+        for path in best.iterdir():
+            try:
+                (folder / path.name).hardlink_to(path)
+            except OSError:
+                shutil.copyfile(path, folder / path.name)
+        for name in (RECIPE, HISTORY):
+            shutil.copyfile(self.path / name, folder / name)
+
+    def close(self) -> None:
+        """The run is over: what it needed to go on is removed, its log stays."""
+        for name in (CHECKPOINTS, BEST):
+            shutil.rmtree(self.path / name)
+        write_json(self.path / IDENTITY, read_json(self.path / IDENTITY) | {"finished": True})
+
+
+def run_path(out: Path) -> Path:
+    """The run folder of a head folder: `head` has `head.run` beside it."""
+    return out.with_name(out.name + ".run")
+
+
+def check_run(path: Path, *, resume: bool, overwrite: bool) -> None:
+    """Refuse, before anything is loaded, to lose a run or to resume one that is over.
+
+    Raises:
+        UserError: checkpoints are there and neither resume nor overwrite was asked for, or resume
+            was and the run has finished.
+    """
+    if RunFolder(path).checkpoints() and not resume and not overwrite:
+        raise UserError(
+            "no unfinished run",
+            f"{path}",
+            "pass --resume to go on with it, or --overwrite to start again",
+        )
+    if resume and (path / IDENTITY).exists() and read_json(path / IDENTITY).get("finished"):
+        raise UserError(
+            "an unfinished run to resume",
+            f"{path}, which has finished",
+            "start a new run with --overwrite and without --resume",
+        )
+
+
+@contextlib.contextmanager
+def open_run(
+    path: Path,
+    identity: Mapping[str, Any],
+    recipe_text: str,
+    *,
+    resume: bool,
+    write: bool = True,
+) -> Iterator[RunFolder]:
+    """The run folder, locked; emptied first unless `resume`.
+
+    Args:
+        path: see `run_path`.
+        identity: what a resumed run must have in common with the one that it goes on with.
+        recipe_text: the resolved recipe.
+        resume: go on with what is there; a folder without a checkpoint is started afresh.
+        write: False in all processes but one, which lock nothing and change nothing.
+
+    Raises:
+        UserError: another process has it open, or it belongs to another run.
+    """
+    run = RunFolder(path)
+    if not write:
+        yield run
+        return
+    path.mkdir(parents=True, exist_ok=True)
+    with (path / LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"no other run in {path}", "one that holds its lock", "wait for it to end"
+            ) from error
+        if resume and run.checkpoints():
+            _require_same(read_json(path / IDENTITY), identity, path)
+        else:
+            _empty(path)
+        (path / CHECKPOINTS).mkdir(exist_ok=True)
+        (path / BEST).mkdir(exist_ok=True)
+        (path / RECIPE).write_text(recipe_text)
+        write_json(path / IDENTITY, {"schema_version": SCHEMA_VERSION, **identity})
+        yield run
+
+
+def read_history(path: Path) -> list[dict[str, Any]]:
+    """The steps of a history.jsonl; a last line that a kill cut short is left out.
+
+    Raises:
+        UserError: no such file, or not a history of this version.
+    """
+    expected = f"a history of schema {HISTORY_SCHEMA} in {path}"
+    action = "name the folder of a run or of a head that this version trained"
+    try:
+        lines = path.read_text().split("\n")
+        header, *records = [json.loads(line) for line in lines[:-1]]
+    except (OSError, ValueError) as error:
+        raise UserError(expected, str(error), action) from error
+    if not isinstance(header, dict) or header.get("schema_version") != HISTORY_SCHEMA:
+        raise UserError(expected, str(header)[:80], action)
+    return records
+
+
+def _require_same(found: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
+    left, right = _flat(found), _flat({"schema_version": SCHEMA_VERSION, **wanted})
+    different = sorted(
+        key
+        for key in left.keys() | right.keys()
+        if key not in FREE_KEYS and left.get(key) != right.get(key)
+    )
+    if different:
+        shown = [f"{key} {left.get(key)!r} there, {right.get(key)!r} now" for key in different[:8]]
+        raise UserError(
+            f"the recipe, base and data of the run in {path}",
+            "; ".join(shown) + ("" if len(different) <= 8 else f"; {len(different) - 8} more"),
+            "resume with what it was started with, or start a new run with --overwrite",
+        )
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys joined by dots; lists count as one value, as JSON keeps them."""
+    flat: dict[str, Any] = {}
+    for key, item in json.loads(json.dumps(value)).items():
+        flat |= _flat(item, f"{prefix}{key}.") if isinstance(item, dict) else {prefix + key: item}
+    return flat
+
+
+def _empty(path: Path) -> None:
+    for item in path.iterdir():
+        if item.name == LOCK:
+            continue
+        if item.is_dir() and not item.is_symlink():
+            shutil.rmtree(item)
+        else:
+            item.unlink()

@@ -1,0 +1,59 @@
+"""A base and data on which training takes a second: two full-attention layers, random tokens."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+from conftest import save_random_base
+
+from graft.manifest import file_digest
+from mtp.data.store import RowWriter, write_manifest
+from mtp.recipe import EvalRecipe, HeadRecipe, Recipe, TrainRecipe
+
+
+def write_training_base(folder: Path) -> Path:
+    """A base of 16 words, so that random drafts are sometimes right."""
+    save_random_base(folder, vocab_size=16, layer_types=["full_attention"] * 2)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def write_training_data(folder: Path, base: Path, *, num_rows: int = 24, seed: int = 0) -> Path:
+    """A prepared folder of random rows of 3 to 40 tokens, a third of each supervised."""
+    generator = np.random.default_rng(seed)
+    folder.mkdir(parents=True)
+    writer = RowWriter(folder.with_name(f".{folder.name}.rows"))
+    for split, count in (("train", num_rows), ("held_out", 4)):
+        for row in range(count):
+            length = int(generator.integers(3, 41)) if split == "train" else 40
+            mask = np.zeros(length, dtype=bool)
+            mask[-max(length // 3, 1) :] = True
+            writer.add(
+                split,
+                input_ids=generator.integers(0, 16, length).astype(np.int32),
+                loss_mask=mask,
+                category="chat",
+                conversation_id=f"{split}-{row}",
+                source="rows.jsonl",
+            )
+    writer.save(folder)
+    write_manifest(folder, {"tokenizer_sha256": file_digest(base / "tokenizer.json")})
+    return folder
+
+
+def tiny_recipe(**train: Any) -> Recipe:
+    """Two layers, batches of at most 160 tokens, evaluation of two prompts."""
+    settings = {
+        "steps": 12, "tokens_per_batch": 160, "learning_rate": 3e-3, "warmup_steps": 2,
+        "eval_every": 4, "checkpoint_every": 3, **train,
+    }  # fmt: skip
+    return Recipe(
+        head=HeadRecipe(num_layers=2),
+        train=TrainRecipe(**settings),
+        eval=EvalRecipe(num_prompts=2, max_prompt_tokens=40, num_tokens=8),
+    )
