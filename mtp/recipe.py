@@ -13,7 +13,7 @@ import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from graft.errors import UserError
 from mtp.recipe_text import override
@@ -144,7 +144,7 @@ class TrainRecipe:
     steps: optimizer steps.
     tokens_per_batch: of an optimizer step, all processes together, padding counted.
     micro_batch_tokens: of one forward pass, what fits in memory; 0 takes a process's whole share.
-    optimizer: adamw.
+    optimizer: adamw, or muon for matrices (each expert one) and AdamW for the rest.
     activation_checkpointing: compute layers again in the backward pass, to need less memory.
     eval_every: steps between two measurements of acceptance; 0 measures at the end only. The head
         that is written is the best of those measured.
@@ -158,7 +158,7 @@ class TrainRecipe:
     steps: int = 1000
     tokens_per_batch: int = 8192
     micro_batch_tokens: int = 0
-    optimizer: str = "adamw"
+    optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 5e-5
     min_learning_rate: float = 0.0
     warmup_steps: int = 30

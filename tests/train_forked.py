@@ -1,0 +1,125 @@
+"""Training in child processes: several at once, and some that are killed.
+
+A script rather than a fixture: it imports torch once and forks before it computes anything, which
+is both quick and safe. Usage: train_forked.py parallel|kills FOLDER [DEVICE]; FOLDER holds base and
+data.
+"""
+
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+import transformers.models.qwen3_5_moe.modeling_qwen3_5_moe  # noqa: F401 (once, before forking)
+from training import tiny_recipe
+
+from mtp.train import train
+
+torch.set_num_threads(1)
+
+
+def start(function, rank=None, world=1, port=0):
+    """Run `function` in a child; return its process id."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        if world > 1:
+            os.environ |= {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            }  # fmt: skip
+        function()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def finish(*children):
+    """Wait for children that must succeed."""
+    for child in children:
+        _, status = os.waitpid(child, 0)
+        assert status == 0, f"child {child} ended with {status}"
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def parallel(folder, device):
+    """The same recipe in one process, in two that replicate, and in two that shard; then each
+    resumed by the other kind."""
+
+    def run(name, world, **options):
+        recipe = tiny_recipe(
+            micro_batch_tokens=60, eval_every=3, optimizer=options.pop("optimizer")
+        )
+        arguments = {"max_steps": 8, "overwrite": True, "device": device, **options}
+
+        def one():
+            train(folder / "base", folder / "data", folder / name, recipe, **arguments)
+
+        port = free_port()
+        finish(*[start(one, rank, world, port) for rank in range(world)])
+
+    for optimizer in ("adamw", "muon"):
+        run(f"{optimizer}-one", 1, optimizer=optimizer)
+        run(f"{optimizer}-replicated", 2, optimizer=optimizer)
+        run(f"{optimizer}-sharded", 2, optimizer=optimizer, shard=True)
+    run("moved", 2, optimizer="adamw", shard=True, max_steps=3)
+    run("moved", 1, optimizer="adamw", resume=True)
+
+
+def kills(folder, device):
+    """A run that is killed again and again at random, beside one that is not."""
+    recipe = tiny_recipe(steps=41, checkpoint_every=2, eval_every=5, micro_batch_tokens=60)
+    draw = random.Random(int(os.environ.get("KILL_SEED", "0")))
+
+    def go(name):
+        def one():
+            train(folder / "base", folder / "data", folder / name, recipe,
+                  resume=True, overwrite=True, max_steps=40, device=device)  # fmt: skip
+
+        return one
+
+    finish(start(go("whole")))
+    log = folder / "killed.run" / "history.jsonl"
+    killed_at = []
+    for number in range(12):
+        child = start(go("killed"))
+        # Three to six steps further, then anywhere within a step: also inside a checkpoint.
+        target = lines(log) + draw.randint(0, 3) if number else draw.randint(0, 3)
+        started = lines(log)
+        while lines(log) <= max(target, started) and os.waitpid(child, os.WNOHANG) == (0, 0):
+            time.sleep(0.002)
+        time.sleep(draw.random() * 0.05)
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status), "ended before it was killed"
+        killed_at.append(lines(log) - 1)
+    finish(start(go("killed")))
+    (folder / "killed.json").write_text(json.dumps(killed_at))
+
+
+def lines(path):
+    try:
+        return path.read_text().count("\n")
+    except OSError:
+        return 0
+
+
+if __name__ == "__main__":
+    kind, folder, *rest = sys.argv[1:]
+    {"parallel": parallel, "kills": kills}[kind](Path(folder), *(rest or ["cpu"]))

@@ -1,0 +1,93 @@
+"""Two processes against one, and a run that is killed against one that is not."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from training import write_training_base, write_training_data
+
+from mtp.run_folder import read_history
+
+SCRIPT = Path(__file__).parents[1] / "train_forked.py"
+
+
+def forked(kind, folder):
+    write_training_data(folder / "data", write_training_base(folder / "base"))
+    result = subprocess.run(
+        [sys.executable, SCRIPT, kind, folder],
+        capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=600,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-4000:]
+    return folder
+
+
+def state(out):
+    folder = max((out.parent / f"{out.name}.run" / "checkpoints").iterdir())
+    return {k: v for shard in folder.glob("*.safetensors") for k, v in load_file(shard).items()}
+
+
+def close(left, right):
+    """Whether each tensor differs by less than a twentieth of its own spread."""
+    assert left.keys() == right.keys()
+    return all(
+        (left[k] - right[k]).abs().max() <= 0.05 * right[k].std(correction=0) + 1e-9 for k in left
+    )
+
+
+def weights(out):
+    return {k: v for k, v in state(out).items() if k.startswith("weight/")}
+
+
+@pytest.fixture(scope="module")
+def parallel(tmp_path_factory):
+    return forked("parallel", tmp_path_factory.mktemp("parallel"))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+def test_two_processes_take_the_steps_of_one(parallel, optimizer, kind):
+    one = read_history(parallel / f"{optimizer}-one" / "history.jsonl")
+    two = read_history(parallel / f"{optimizer}-{kind}" / "history.jsonl")
+    assert [r["step"] for r in two] == list(range(1, 9))
+    for left, right in zip(one, two, strict=True):
+        for exact in ("tokens", "learning_rate"):
+            assert left[exact] == right[exact]
+        for name in ("loss", "loss_per_position", "gradient_norm"):
+            assert right[name] == pytest.approx(left[name], rel=1e-3)
+    assert one[0]["loss"] == pytest.approx(two[0]["loss"], rel=1e-5)
+    # Negative control: another optimizer's curve is told apart.
+    other = "muon" if optimizer == "adamw" else "adamw"
+    last = read_history(parallel / f"{other}-one" / "history.jsonl")[-1]["loss"]
+    assert abs(last / one[-1]["loss"] - 1) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["adamw-replicated", "adamw-sharded", "moved"])
+def test_two_processes_end_with_the_weights_of_one(parallel, name):
+    """ "moved" took its first steps in two processes, sharded, and the others in one."""
+    one = weights(parallel / "adamw-one")
+    assert close(weights(parallel / name), one)
+    assert not close(weights(parallel / "muon-one"), one)  # negative control
+
+
+def test_killed_and_resumed_equals_not_killed(tmp_path):
+    folder = forked("kills", tmp_path)
+    killed_at = json.loads((folder / "killed.json").read_text())
+    assert len(killed_at) == 12
+    whole, killed = state(folder / "whole"), state(folder / "killed")
+    assert whole.keys() == killed.keys() and all(torch.equal(whole[k], killed[k]) for k in whole)
+
+    def steps(name):
+        records = read_history(folder / name / "history.jsonl")
+        return [{k: v for k, v in r.items() if k != "tokens_per_second"} for r in records]
+
+    assert steps("whole") == steps("killed")
+    assert [r["step"] for r in steps("killed")] == list(range(1, 41))
+    heads = [(folder / name / "mtp.safetensors").read_bytes() for name in ("whole", "killed")]
+    assert heads[0] == heads[1]
