@@ -25,10 +25,10 @@ from typing import Any
 from graft.errors import UserError
 from graft.index import read_json, write_json
 from mtp.checkpoint import read_state
+from mtp.history import HISTORY, HISTORY_SCHEMA, read_history
 
 SCHEMA_VERSION = 1
-HISTORY_SCHEMA = 2  # 2: `step` counts finished steps; loss, learning_rate, tokens_per_second
-LOCK, IDENTITY, RECIPE, HISTORY = "lock", "run.json", "recipe.toml", "history.jsonl"
+LOCK, IDENTITY, RECIPE = "lock", "run.json", "recipe.toml"
 CHECKPOINTS, BEST = "checkpoints", "best"
 # Keys that a resumed run may change: they decide how a step is computed and what is kept of it.
 FREE_KEYS = {
@@ -184,24 +184,6 @@ def open_run(
         (path / RECIPE).write_text(recipe_text)
         write_json(path / IDENTITY, {"schema_version": SCHEMA_VERSION, **identity})
         yield run
-
-
-def read_history(path: Path) -> list[dict[str, Any]]:
-    """The steps of a history.jsonl; a last line that a kill cut short is left out.
-
-    Raises:
-        UserError: no such file, or not a history of this version.
-    """
-    expected = f"a history of schema {HISTORY_SCHEMA} in {path}"
-    action = "name the folder of a run or of a head that this version trained"
-    try:
-        lines = path.read_text().split("\n")
-        header, *records = [json.loads(line) for line in lines[:-1]]
-    except (OSError, ValueError) as error:
-        raise UserError(expected, str(error), action) from error
-    if not isinstance(header, dict) or header.get("schema_version") != HISTORY_SCHEMA:
-        raise UserError(expected, str(header)[:80], action)
-    return records
 
 
 def _require_same(found: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:

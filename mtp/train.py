@@ -32,6 +32,7 @@ from mtp.data.prompts import evaluation_prompts
 from mtp.data.store import load_prepared, read_manifest, require_tokenizer_of, rows_digest
 from mtp.divergence import divergence_error, what_diverged
 from mtp.draft import Draft, MTPDraft
+from mtp.history import HISTORY, read_history
 from mtp.optimizer import build_optimizers, set_learning_rate
 from mtp.parallel import (
     agreed,
@@ -49,7 +50,7 @@ from mtp.parallel import (
 from mtp.progress import TrainingBar, stop_requests
 from mtp.recipe import Recipe
 from mtp.recipe_text import dump_recipe
-from mtp.run_folder import HISTORY, RunFolder, check_run, open_run, read_history, run_path
+from mtp.run_folder import RunFolder, check_run, open_run, run_path
 from mtp.schedule import StepBatches, learning_rate_factor
 from mtp.teacher import Teacher
 
@@ -201,7 +202,7 @@ def optimize(setup: Setup, state: TrainState, max_steps: int | None = None) -> N
     bar = TrainingBar(last, state.step, enabled=accelerator.is_main_process)
     with stop_requests() as requests, bar:
         while state.step < last and not stalled(setup, state):
-            record, stopping = optimizer_step(setup, state, losses, bool(requests))
+            record, stopping = optimizer_step(setup, state, losses, requests)
             losses.append(record["loss"])
             if due(settings.eval_every, state.step) or state.step == settings.steps:
                 record |= evaluate(setup, state)
@@ -217,14 +218,14 @@ def optimize(setup: Setup, state: TrainState, max_steps: int | None = None) -> N
 
 
 def optimizer_step(
-    setup: Setup, state: TrainState, losses: list[float], stop: bool
+    setup: Setup, state: TrainState, losses: list[float], requests: list[str]
 ) -> tuple[dict[str, Any], bool]:
     """One optimizer step.
 
     Args:
         setup, state: the run; `state` moves on by a step.
         losses: of all steps before.
-        stop: whether this process was asked to stop.
+        requests: filled when this process is asked to stop.
 
     Returns:
         The step's record for the history, and whether any process was asked to stop.
@@ -239,9 +240,8 @@ def optimizer_step(
     torch.manual_seed(settings.seed + state.step)  # resumed runs draw the same numbers
     batches = list(setup.batches.micro_batches(state.step))
 
-    weights = sum(setup.draft.target_weights(batch).double() for batch in batches)
-    shared = summed(accelerator, torch.cat([weights, torch.tensor([float(stop)]).double()]))
-    totals, stopping = shared[:-1].float(), bool(shared[-1])
+    weights = torch.stack([setup.draft.target_weights(batch).double() for batch in batches])
+    totals = summed(accelerator, weights.sum(0)).float()
 
     parts = []
     for number, batch in enumerate(batches, 1):
@@ -249,7 +249,9 @@ def optimizer_step(
             loss, statistics = setup.model(batch, totals, state.step / settings.steps)
             (loss * accelerator.num_processes).backward()
         parts.append(torch.cat([loss.detach().reshape(1), statistics.flatten()]))
-    loss, *statistics = summed(accelerator, torch.stack(parts).sum(0)).tolist()
+    asked = torch.tensor([float(bool(requests))], device=parts[0].device)
+    shared = summed(accelerator, torch.cat([torch.stack(parts).sum(0), asked]))
+    loss, *statistics, stopping = shared.tolist()
     parameters = [p for group in setup.optimizers for g in group.param_groups for p in g["params"]]
     norm = float(whole(nn.utils.clip_grad_norm_(parameters, settings.max_gradient_norm)))
     if wrong := what_diverged(loss, norm, losses):
@@ -271,7 +273,7 @@ def optimizer_step(
         "tokens": state.tokens,
         "tokens_per_second": num_tokens / seconds,
     }
-    return record, stopping
+    return record, bool(stopping)
 
 
 def evaluate(setup: Setup, state: TrainState) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from mtp.cli.extract import head_app
 from mtp.cli.head import eval_command, quantize_command, train_command
 from mtp.cli.inspect import inspect_command
 from mtp.cli.nano import nano_app
+from mtp.cli.plot import plot_command
 from mtp.cli.release import release_app
 from mtp.cli.ungraft import ungraft_command
 
@@ -32,6 +33,7 @@ app = typer.Typer(
 app.add_typer(data_app, name="data")
 app.command("train")(train_command)
 app.command("eval")(eval_command)
+app.command("plot")(plot_command)
 app.command("quantize")(quantize_command)
 app.command("graft")(graft_command)
 app.command("verify")(verify_command)

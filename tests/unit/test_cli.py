@@ -14,7 +14,8 @@ from mtp.cli import app
 COMMANDS = [
     (), ("data",), ("data", "prepare"), ("nano",), ("nano", "traces"), ("nano", "code"),
     ("nano", "base"), ("train",), ("eval",), ("quantize",), ("graft",), ("verify",), ("inspect",),
-    ("ungraft",), ("head",), ("head", "extract"), ("probe",), ("release",), ("release", "build"),
+    ("ungraft",), ("plot",), ("head",), ("head", "extract"), ("probe",), ("release",),
+    ("release", "build"),
 ]  # fmt: skip
 
 

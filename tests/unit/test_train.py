@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from graft.errors import UserError
 from graft.manifest import HeadFolder
 from mtp.checkpoint import read_state
 from mtp.data.store import load_prepared
-from mtp.run_folder import read_history
+from mtp.history import read_history
 from mtp.schedule import StepBatches
 from mtp.teacher import Teacher
 from mtp.train import train
@@ -172,6 +173,33 @@ def test_divergence_is_seen_and_a_bumpy_loss_is_not():
     assert what_diverged(4.0, 1.0, falling[:10]) is None  # too early to say
     assert "inf" in what_diverged(float("inf"), 1.0, [])
     assert "gradient" in what_diverged(1.0, float("nan"), [])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
+    place, tmp_path, monkeypatch, number
+):
+    import mtp.train
+
+    real = mtp.train.optimizer_step
+
+    def step(setup, state, losses, requests):
+        if state.step == 3:
+            signal.raise_signal(number)
+        return real(setup, state, losses, requests)
+
+    recipe = tiny_recipe(steps=9, checkpoint_every=0, eval_every=0)
+    monkeypatch.setattr(mtp.train, "optimizer_step", step)
+    before = signal.getsignal(number)
+    with pytest.raises(UserError, match=f"{number.name} after step 4.*--resume"):
+        train(*place, tmp_path / "head", recipe)
+    assert signal.getsignal(number) is before
+    monkeypatch.undo()
+    assert not (tmp_path / "head").exists()
+    train(*place, tmp_path / "head", recipe, resume=True, max_steps=8)
+    train(*place, tmp_path / "whole", recipe, max_steps=8)
+    assert same(states(tmp_path / "head"), states(tmp_path / "whole"))
+    assert [r["step"] for r in history(tmp_path / "head")] == list(range(1, 9))
 
 
 @pytest.mark.parametrize(

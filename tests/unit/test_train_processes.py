@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from training import write_training_base, write_training_data
 
-from mtp.run_folder import read_history
+from mtp.history import read_history
 
 SCRIPT = Path(__file__).parents[1] / "train_forked.py"
 
