@@ -24,6 +24,7 @@ from mtp.data.prompts import Prompt
 from mtp.head import MTPHead, head_from_base, save_head
 from mtp.losses import align, category_weights, chunked_loss, objective_at, position_weights
 from mtp.recipe import Recipe
+from mtp.router_load import RouterLoad, freeze_routers
 from mtp.teacher import Teacher
 
 
@@ -47,7 +48,7 @@ class Draft(nn.Module, ABC):
     @abstractmethod
     def forward(
         self, batch: Batch, totals: torch.Tensor, progress: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """A micro-batch's share of an optimizer step's loss.
 
         Args:
@@ -57,10 +58,14 @@ class Draft(nn.Module, ABC):
             progress: fraction of training that is done, from 0.
 
         Returns:
-            The scalar to minimise, and, detached, this share of two means over the step, [2, K]:
-            each position's loss without position weights, and how often the draft's most probable
-            token is the base's.
+            The scalar to minimise, and, detached, this share of some means over the step, [K] each:
+            loss_per_position, without position weights; agreement_per_position, how often the
+            draft's most probable token is the base's; the same for a second runtime.
         """
+
+    @abstractmethod
+    def step_statistics(self) -> dict[str, list[float]]:
+        """What else the history shows of this process's passes since the last call."""
 
     @abstractmethod
     def sharded_modules(self) -> list[nn.Module]:
@@ -98,11 +103,14 @@ class MTPDraft(Draft):
     ) -> None:
         super().__init__()
         self.head = head
-        self.num_positions = head.num_layers
-        self.min_length = head.num_layers + 2  # the last module's window then holds one target
+        self.num_positions = recipe.train.num_speculative_tokens or head.num_layers
+        self.min_length = self.num_positions + 2  # the last step's window then holds one target
         self._teacher, self._text, self._fingerprint = teacher, text, fingerprint
-        self._loss = recipe.loss
-        self._position_weights = position_weights(recipe.loss, head.num_layers).to(teacher.device)
+        self._loss, self._runtime = recipe.loss, recipe.train.runtime
+        self._position_weights = position_weights(recipe.loss, self.num_positions).to(
+            teacher.device
+        )
+        self._load = RouterLoad(head)
         head.activation_checkpointing = recipe.train.activation_checkpointing
 
     @classmethod
@@ -112,7 +120,12 @@ class MTPDraft(Draft):
         """A head at its warm start; the base continues the prompts."""
         head = head_from_base(checkpoint, recipe.head.num_layers, recipe.head.warm_start)
         head.to(teacher.device)
-        text = continue_prompts(teacher, prompts, recipe.eval.num_tokens, head.num_layers)
+        if not recipe.head.train_router:
+            freeze_routers(head)
+        if recipe.train.runtime == "stock":
+            head.layers[1:].requires_grad_(False)  # never run
+        num_steps = recipe.train.num_speculative_tokens or head.num_layers
+        text = continue_prompts(teacher, prompts, recipe.eval.num_tokens, num_steps)
         return cls(head, teacher, recipe, text, base_fingerprint(checkpoint))
 
     def target_weights(self, batch: Batch) -> torch.Tensor:
@@ -123,33 +136,49 @@ class MTPDraft(Draft):
 
     def forward(
         self, batch: Batch, totals: torch.Tensor, progress: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         teacher = self._teacher
         input_ids = batch.input_ids.to(teacher.device)
         hidden, embeddings = teacher.hidden(input_ids), teacher.embed(input_ids)
         with teacher.autocast():  # float32 weights; bfloat16 arithmetic on a GPU
-            outputs = self.head.chain(hidden.float(), embeddings.float())
-        aligned = align(
-            [output.to(hidden.dtype) for output in outputs],
-            hidden,
-            input_ids,
-            batch.loss_mask.to(teacher.device),
-            self.num_positions,
-            category_weights(self._loss.category_weights, batch.categories).to(teacher.device),
-        )
-        totals = totals.to(teacher.device)
+            chains = self.head.chains(
+                self._runtime, hidden.float(), embeddings.float(), self.num_positions
+            )
+        mask, totals = batch.loss_mask.to(teacher.device), totals.to(teacher.device)
+        row_weights = category_weights(self._loss.category_weights, batch.categories)
         objective = objective_at(self._loss, progress)
-        result = chunked_loss(
-            aligned, teacher.lm_head, objective, self._position_weights, counts=totals
-        )
-        share = aligned.counts() / totals.clamp(min=1e-30)
-        return result.loss, torch.stack([result.per_position, result.agreement * share])
+        loss, statistics = hidden.new_zeros((), dtype=torch.float32), {}
+        for name, outputs in chains.items():
+            aligned = align(
+                [output.to(hidden.dtype) for output in outputs],
+                hidden, input_ids, mask, self.num_positions, row_weights.to(teacher.device),
+            )  # fmt: skip
+            result = chunked_loss(
+                aligned, teacher.lm_head, objective, self._position_weights, counts=totals,
+                restricted=self._loss.restricted,
+            )  # fmt: skip
+            loss = loss + result.loss
+            prefix = "stock_" if name == "stock" and len(chains) > 1 else ""
+            share = aligned.counts() / totals.clamp(min=1e-30)
+            statistics[f"{prefix}loss_per_position"] = result.per_position
+            statistics[f"{prefix}agreement_per_position"] = result.agreement * share
+        return loss, statistics
+
+    def step_statistics(self) -> dict[str, list[float]]:
+        return {"expert_load_variation": [layer.variation for layer in self._load.read()]}
 
     def sharded_modules(self) -> list[nn.Module]:
         return list(self.head.layers)
 
     def evaluate(self) -> dict[str, Any]:
-        metrics = measure(self._teacher, self.head, self._text)
+        metrics = measure(
+            self._teacher,
+            self.head,
+            self._text,
+            num_steps=self.num_positions,
+            runtime="stock" if self._runtime == "stock" else "routed",
+        )
+        self._load.read()  # of the prompts, not of training
         self.train()
         return metrics
 

@@ -32,3 +32,14 @@ def read_history(path: Path) -> list[dict[str, Any]]:
     if not isinstance(header, dict) or header.get("schema_version") != HISTORY_SCHEMA:
         raise UserError(expected, str(header)[:80], action)
     return records
+
+
+def flat_numbers(record: dict[str, Any]) -> dict[str, float]:
+    """A record as trackers take it: positions as keys of their own, counted from 1."""
+    flat: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, list):
+            flat |= {f"{name}/{position}": item for position, item in enumerate(value, 1)}
+        elif name != "step":
+            flat[name] = value
+    return flat

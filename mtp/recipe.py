@@ -13,7 +13,7 @@ import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from graft.errors import UserError
 from mtp.recipe_text import override
@@ -136,7 +136,6 @@ class LossRecipe(LossTerms):
 class TrainRecipe:
     """How a draft is trained; the learning rate warms up over warmup_steps, then falls as a cosine.
 
-
     runtime: what will serve the head: "routed" (each speculative step on its own layer), "stock"
         (an unpatched vLLM: layer 0 at every step), or "both" (the sum of the two objectives).
     num_speculative_tokens: steps of a draft; 0 is one for each layer. A head of one layer that a
@@ -158,7 +157,7 @@ class TrainRecipe:
     steps: int = 1000
     tokens_per_batch: int = 8192
     micro_batch_tokens: int = 0
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: typing.Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 5e-5
     min_learning_rate: float = 0.0
     warmup_steps: int = 30

@@ -32,7 +32,7 @@ from mtp.data.prompts import evaluation_prompts
 from mtp.data.store import load_prepared, read_manifest, require_tokenizer_of, rows_digest
 from mtp.divergence import divergence_error, what_diverged
 from mtp.draft import Draft, MTPDraft
-from mtp.history import HISTORY, read_history
+from mtp.history import HISTORY, flat_numbers, read_history
 from mtp.optimizer import build_optimizers, set_learning_rate
 from mtp.parallel import (
     agreed,
@@ -248,10 +248,10 @@ def optimizer_step(
         with gradient_exchange(setup.model, number == len(batches)):
             loss, statistics = setup.model(batch, totals, state.step / settings.steps)
             (loss * accelerator.num_processes).backward()
-        parts.append(torch.cat([loss.detach().reshape(1), statistics.flatten()]))
+        parts.append(torch.cat([loss.detach().reshape(1), *statistics.values()]))
     asked = torch.tensor([float(bool(requests))], device=parts[0].device)
     shared = summed(accelerator, torch.cat([torch.stack(parts).sum(0), asked]))
-    loss, *statistics, stopping = shared.tolist()
+    loss, *values, stopping = shared.tolist()
     parameters = [p for group in setup.optimizers for g in group.param_groups for p in g["params"]]
     norm = float(whole(nn.utils.clip_grad_norm_(parameters, settings.max_gradient_norm)))
     if wrong := what_diverged(loss, norm, losses):
@@ -266,8 +266,8 @@ def optimizer_step(
     record = {
         "step": state.step,
         "loss": loss,
-        "loss_per_position": statistics[: len(statistics) // 2],
-        "agreement_per_position": statistics[len(statistics) // 2 :],
+        **dict(zip(statistics, split(values, len(statistics)), strict=True)),
+        **setup.draft.step_statistics(),
         "learning_rate": rate,
         "gradient_norm": norm,
         "tokens": state.tokens,
@@ -386,12 +386,7 @@ def due(every: int, step: int) -> bool:
     return bool(every) and step % every == 0
 
 
-def flat_numbers(record: dict[str, Any]) -> dict[str, float]:
-    """A record as trackers take it: positions as keys of their own, counted from 1."""
-    flat: dict[str, float] = {}
-    for name, value in record.items():
-        if isinstance(value, list):
-            flat |= {f"{name}/{position}": item for position, item in enumerate(value, 1)}
-        elif name != "step":
-            flat[name] = value
-    return flat
+def split(values: list[float], num_parts: int) -> list[list[float]]:
+    """A list in equal parts."""
+    size = len(values) // num_parts
+    return [values[start : start + size] for start in range(0, len(values), size)]
