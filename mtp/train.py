@@ -331,13 +331,13 @@ def finish(
     run, best = setup.run, state.best
     assert best is not None
     complete = state.step == setup.recipe.train.steps or stalled(setup, state)
-    setup.accelerator.end_training()
     if setup.accelerator.is_main_process:
         with staged_folder(out, overwrite=overwrite, sources=sources) as staging:
             run.deliver(run.best(best["step"]), staging)
         if complete:
             run.close()
     setup.accelerator.wait_for_everyone()
+    setup.accelerator.end_training()
     if not setup.accelerator.is_main_process:
         return None
     history = read_history(run.path / HISTORY)

@@ -34,10 +34,10 @@ def state(out):
 
 
 def close(left, right):
-    """Whether each tensor differs by less than a twentieth of its own spread."""
+    """Whether each tensor differs by less than a thousandth of its own spread."""
     assert left.keys() == right.keys()
     return all(
-        (left[k] - right[k]).abs().max() <= 0.05 * right[k].std(correction=0) + 1e-9 for k in left
+        (left[k] - right[k]).abs().max() <= 1e-3 * right[k].std(correction=0) + 1e-9 for k in left
     )
 
 
