@@ -139,7 +139,7 @@ class MTPDraft(Draft):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         teacher = self._teacher
         input_ids = batch.input_ids.to(teacher.device)
-        hidden, embeddings = teacher.hidden(input_ids), teacher.embed(input_ids)
+        hidden, embeddings = teacher.batch_hidden(batch), teacher.embed(input_ids)
         with teacher.autocast():  # float32 weights; bfloat16 arithmetic on a GPU
             chains = self.head.chains(
                 self._runtime, hidden.float(), embeddings.float(), self.num_positions

@@ -7,13 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from datasets import Dataset, DatasetDict, Features, List, Value
 
 sys.path.insert(0, str(Path(__file__).parent))
-from conftest import save_random_base
+from random_bases import save_random_base
 
 from graft.manifest import file_digest
-from mtp.data.store import RowWriter, write_manifest
+from mtp.data.store import write_manifest
 from mtp.recipe import EvalRecipe, HeadRecipe, Recipe, TrainRecipe
+
+FEATURES = Features(
+    input_ids=List(Value("int32")),
+    loss_mask=List(Value("bool")),
+    category=Value("string"),
+    conversation_id=Value("string"),
+    source=Value("string"),
+)
 
 
 def write_training_base(folder: Path) -> Path:
@@ -26,22 +35,25 @@ def write_training_base(folder: Path) -> Path:
 def write_training_data(folder: Path, base: Path, *, num_rows: int = 24, seed: int = 0) -> Path:
     """A prepared folder of random rows of 3 to 40 tokens, a third of each supervised."""
     generator = np.random.default_rng(seed)
-    folder.mkdir(parents=True)
-    writer = RowWriter(folder.with_name(f".{folder.name}.rows"))
-    for split, count in (("train", num_rows), ("held_out", 4)):
-        for row in range(count):
-            length = int(generator.integers(3, 41)) if split == "train" else 40
-            mask = np.zeros(length, dtype=bool)
-            mask[-max(length // 3, 1) :] = True
-            writer.add(
-                split,
-                input_ids=generator.integers(0, 16, length).astype(np.int32),
-                loss_mask=mask,
-                category="chat",
-                conversation_id=f"{split}-{row}",
-                source="rows.jsonl",
-            )
-    writer.save(folder)
+
+    def row(split: str, number: int) -> dict[str, Any]:
+        length = int(generator.integers(3, 41)) if split == "train" else 40
+        num_supervised = max(length // 3, 1)
+        return {
+            "input_ids": generator.integers(0, 16, length).tolist(),
+            "loss_mask": [False] * (length - num_supervised) + [True] * num_supervised,
+            "category": "chat",
+            "conversation_id": f"{split}-{number}",
+            "source": "rows.jsonl",
+        }
+
+    splits = {"train": num_rows, "held_out": 4}
+    DatasetDict(
+        {
+            split: Dataset.from_list([row(split, i) for i in range(count)], features=FEATURES)
+            for split, count in splits.items()
+        }
+    ).save_to_disk(str(folder))
     write_manifest(folder, {"tokenizer_sha256": file_digest(base / "tokenizer.json")})
     return folder
 

@@ -143,16 +143,16 @@ def test_a_loss_that_is_no_number_names_step_rows_and_checkpoint(place, tmp_path
     batches = StepBatches(rows, recipe.train, min_length=4)
     bad = batches.row_indices(2)[0]  # the third step's first micro-batch
     poison = torch.tensor(rows[bad[0]]["input_ids"])
-    real = Teacher.hidden
+    real = Teacher.batch_hidden
 
-    def hidden(self, batch):
+    def batch_hidden(self, batch):
         output = real(self, batch)
-        ids = getattr(batch, "input_ids", batch)[:, : len(poison)]
+        ids = batch.input_ids[:, : len(poison)]
         if ids.shape[1] == len(poison):
             output[(ids == poison).all(-1)] = float("nan")
         return output
 
-    monkeypatch.setattr(Teacher, "hidden", hidden)
+    monkeypatch.setattr(Teacher, "batch_hidden", batch_hidden)
     with pytest.raises(UserError, match="a loss of nan at step 3") as caught:
         train(*place, tmp_path / "head", recipe)
     line = str(caught.value)
