@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -156,3 +157,85 @@ def data_cache(
         print(
             f"{out}: {report['rows']} rows, {report['tokens']} tokens in {report['shards']} shards"
         )
+
+
+@data_app.command("regenerate")
+def data_regenerate(
+    url: Annotated[str, typer.Option(help="An OpenAI-compatible server, up to /v1.")],
+    data: Annotated[
+        list[str], typer.Option(help="What `prepare` takes as --source, prompts too; repeatable.")
+    ],
+    out: Annotated[Path, typer.Option(help="JSON Lines to write, or to go on with.")],
+    base: Annotated[
+        Path | None, typer.Option("--base", help="The served folder; its digests are recorded.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="As in serving.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="As in serving.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="As in serving; vLLM's.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 4096,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    thinking: Annotated[str, typer.Option(help="keep or strip, as it will be served.")] = "keep",
+    concurrency: Annotated[int, typer.Option(min=1, help="Conversations at a time.")] = 32,
+    limit: Annotated[int | None, typer.Option(min=1, help="Conversations at most.")] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for an answer.")] = 600.0,
+    tries: Annotated[int, typer.Option(min=1, help="For one answer, the waits doubling.")] = 6,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Replay conversations with the base's own answers: training data as it will be served.
+
+    Run the same command again to go on after a stop. A key is read from OPENAI_API_KEY.
+
+    Example: mtp data regenerate --url http://localhost:8000/v1 --data traces.jsonl --out own.jsonl
+    """
+    from graft.errors import UserError
+    from mtp.data.regenerate import base_record, regenerate
+    from mtp.data.render import THINKING
+    from mtp.data.server import Server
+
+    if thinking not in THINKING:
+        raise UserError("thinking 'keep' or 'strip'", repr(thinking), "fix --thinking")
+    chosen = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "max_tokens": max_tokens,
+        "seed": seed,
+    }
+    report = regenerate(
+        Server(
+            url=url,
+            api_key=os.environ.get("OPENAI_API_KEY", ""),
+            timeout_seconds=timeout,
+            num_tries=tries,
+        ),
+        data,
+        out,
+        sampling={name: value for name, value in chosen.items() if value is not None},
+        base=base_record(base) if base is not None else {},
+        thinking=thinking,
+        concurrency=concurrency,
+        limit=limit,
+        overwrite=overwrite,
+    )
+    print(json.dumps(report.as_dict(), indent=1) if as_json else report.as_text())
+
+
+@data_app.command("stats")
+def data_stats(
+    data: Annotated[Path, typer.Argument(help="Folder of `mtp data prepare`.")],
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw the lengths here; needs mtp-graft[plot].")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Lengths, categories, supervised share and tool-call share of prepared data.
+
+    Example: mtp data stats data --plot lengths.png
+    """
+    from mtp.data.stats import as_text, plot_lengths, statistics
+
+    result, lengths = statistics(data)
+    if plot is not None:
+        plot_lengths(lengths, plot)
+    print(json.dumps(result, indent=1) if as_json else as_text(result))

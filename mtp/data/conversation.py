@@ -109,12 +109,14 @@ def infer_category(messages: tuple[Message, ...], tools: tuple[str, ...]) -> str
     """`agent` when tools are offered or used, be it in text, else `chat`."""
     used = any(message.tool_calls or message.role == "tool" for message in messages)
     written = any(
-        mark in message.content
-        for message in messages
-        if message.role == "assistant"
-        for mark in _TEXT_CALLS
+        message.role == "assistant" and has_call_in_text(message.content) for message in messages
     )
     return "agent" if tools or used or written else "chat"
+
+
+def has_call_in_text(content: str) -> bool:
+    """Whether an assistant turn makes a call in its text, as some system messages ask for."""
+    return any(mark in content for mark in _TEXT_CALLS)
 
 
 def content_digest(item: Conversation | Document) -> str:
