@@ -53,6 +53,10 @@ def data_prepare(
         list[Path] | None,
         typer.Option(help="An evaluation set whose text is left out; may be repeated."),
     ] = None,
+    scan: Annotated[
+        str | None,
+        typer.Option(help="mask or drop keys, passwords, addresses; needs mtp-graft[scan]."),
+    ] = None,
     mix: Annotated[
         str | None, typer.Option(help="Weights by category or source: code=0.6,agent=0.4.")
     ] = None,
@@ -97,6 +101,7 @@ def data_prepare(
         near_duplicates=near_duplicates,
         decontaminate=decontaminate or (),
         mix=chosen,
+        scan=scan,
         num_workers=workers,
         overwrite=overwrite,
     )

@@ -17,6 +17,7 @@ from mtp.data.hub import HUB_PREFIX
 from mtp.data.mix import checked_weights
 from mtp.data.render import load_tokenizer, tokenizer_fingerprint
 from mtp.data.report import PrepareReport
+from mtp.data.secrets import SCAN, require_scanner
 from mtp.data.selection import NEAR_DUPLICATES, Collected, Rules
 from mtp.data.sources import Item, Reading, read_source
 from mtp.data.store import MANIFEST, write_manifest
@@ -47,6 +48,7 @@ class Settings:
             of a group, "ignore" does not look for them, nor for held-out text in training rows.
         decontaminate: files of evaluation sets; rows that hold text of theirs are left out.
         mix: weights and budget of the training side.
+        scan: "mask" or "drop" what holds keys, passwords or addresses, see `mtp.data.secrets`.
     """
 
     max_length: int = 4096
@@ -62,6 +64,7 @@ class Settings:
     near_duplicates: str = "together"
     decontaminate: Sequence[str | Path] = ()
     mix: MixRecipe = field(default_factory=MixRecipe)
+    scan: str | None = None
 
     def __post_init__(self) -> None:
         if self.max_length < MIN_TOKENS:
@@ -76,6 +79,10 @@ class Settings:
             expected = f"--near-duplicates {', '.join(NEAR_DUPLICATES)}"
             raise UserError(expected, repr(self.near_duplicates), "change it")
         checked_weights(self.mix.weights)
+        if self.scan is not None:
+            if self.scan not in SCAN:
+                raise UserError(f"--scan {' or '.join(SCAN)}", repr(self.scan), "change it")
+            require_scanner()
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON values."""
@@ -122,8 +129,11 @@ def prepare(
         try:
             items = track(_usable(sources, reading, report), "prepare", unit="row")
             for item, outcome in work_on(items, job, worker, num_workers=num_workers):
+                report.secrets += outcome.secrets
                 if outcome.contaminated_by is not None:
                     report.add_contaminated(item, outcome.contaminated_by)
+                elif outcome.dropped:
+                    report.add_dropped(item, outcome.dropped)
                 elif outcome.refused:
                     report.add_refused(item, outcome.refused)
                 else:
@@ -160,6 +170,7 @@ def _job(base: Path, settings: Settings, report: PrepareReport) -> Job:
         allow_missing_tools=settings.allow_missing_tools,
         find_groups=settings.near_duplicates != "ignore",
         evaluation=evaluation,
+        scan=settings.scan,
     )
 
 

@@ -103,6 +103,7 @@ class PrepareReport:
         supervised_tokens_lost: tokens of replies that fit in no window.
         edge_tokens: tokens over the edge of a reply, left unsupervised.
         contaminated: rows with text of an evaluation set, the first MAX_LISTED.
+        secrets: found in rows, by kind.
         evaluation_items, evaluation_items_too_short: by file, those looked for and those not.
         near_duplicates, near_duplicate_groups, largest_group: conversations, see `dedup`.
         held_out_overlap: share of the training side's runs of 13 supervised tokens that are
@@ -125,6 +126,7 @@ class PrepareReport:
     supervised_tokens_lost: int = 0
     edge_tokens: int = 0
     contaminated: list[Contaminated] = field(default_factory=list)
+    secrets: Counter[str] = field(default_factory=Counter)
     evaluation_items: dict[str, int] = field(default_factory=dict)
     evaluation_items_too_short: dict[str, int] = field(default_factory=dict)
     near_duplicates: int = 0
@@ -269,6 +271,7 @@ class PrepareReport:
             f" side each, the largest of {self.largest_group}",
             f"overlap         {self.held_out_overlap:.1%} of what is trained on is held-out text",
             *(f"mix             {part}" for part in self.mix),
+            *([f"secrets         {_counts(self.secrets)}"] if self.secrets else []),
         ]
         for name, counts in (("train", self.train), ("held out", self.held_out)):
             share = counts.supervised_tokens / max(counts.tokens, 1)
@@ -307,6 +310,7 @@ class PrepareReport:
             "supervised_tokens_lost": self.supervised_tokens_lost,
             "edge_tokens": self.edge_tokens,
             "contaminated": [vars(row) for row in self.contaminated],
+            "secrets": dict(self.secrets),
             "evaluation_items": self.evaluation_items,
             "evaluation_items_too_short": self.evaluation_items_too_short,
             "near_duplicates": self.near_duplicates,

@@ -24,6 +24,7 @@ from mtp.data.decontaminate import EvaluationSets
 from mtp.data.dedup import group_keys
 from mtp.data.mask import RenderedRow, loss_mask, num_edge_tokens, render_rows
 from mtp.data.render import Renderer, load_tokenizer
+from mtp.data.secrets import masked
 from mtp.data.windows import Window, conversation_windows, document_windows
 
 _ITEMS_AT_ONCE = 64
@@ -43,6 +44,7 @@ class Job:
     allow_missing_tools: bool
     find_groups: bool
     evaluation: EvaluationSets
+    scan: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -51,6 +53,8 @@ class Outcome:
 
     Args:
         refused: why it cannot be used, "" if it can.
+        secrets: how many were found, by kind; only when they are looked for.
+        dropped: why it is of no use, "" if it is.
         contaminated_by: (file, line) of an evaluation item that it holds text of.
         keys: for `mtp.data.dedup`, None when no groups are looked for.
         windows: its training sequences.
@@ -58,6 +62,8 @@ class Outcome:
     """
 
     refused: str = ""
+    secrets: Counter[str] = field(default_factory=Counter)
+    dropped: str = ""
     contaminated_by: tuple[str, int] | None = None
     keys: np.ndarray | None = None
     windows: list[Window] = field(default_factory=list)
@@ -80,6 +86,11 @@ class Worker:
             outcome.contaminated_by = self._job.evaluation.match(value)
             if outcome.contaminated_by is not None:
                 continue
+            if self._job.scan is not None:
+                value, outcome.secrets = masked(value)
+                if outcome.secrets and self._job.scan == "drop":
+                    outcome.dropped = "holds a secret"
+                    continue
             if isinstance(value, Document):
                 documents.append((outcome, value))
             else:
