@@ -301,7 +301,8 @@ def _kept(choice: dict[str, Any]) -> dict[str, Any]:
     if not calls and "<tool_call>" in content:
         raise UnfitAnswerError("a call that the server did not parse (--tool-call-parser)")
     if not (content.strip() or calls):
-        raise UnfitAnswerError("empty")
+        # The template would close the thinking, which the base did not.
+        raise UnfitAnswerError("thinking without an answer" if reasoning.strip() else "empty")
     kept = {"role": "assistant", "content": content.strip()}
     if reasoning.strip():
         kept["reasoning_content"] = reasoning.strip()

@@ -90,8 +90,14 @@ class RowWriter:
                         writer.write_batch(batch.take(pa.array(taken)))
         self._collected.unlink()
         with _quiet_progress():
-            data = DatasetDict({split: Dataset.from_file(file) for split, file in files.items()})
-            data.save_to_disk(str(out))
+            # `datasets` would map all rows into memory to write them anew: it writes the first
+            # one and its notes, and the file that is there takes that one's place.
+            data = {split: Dataset.from_file(file) for split, file in files.items()}
+            heads = {split: rows.select(range(min(1, len(rows)))) for split, rows in data.items()}
+            DatasetDict(heads).save_to_disk(str(out))
+        for split in SPLITS:
+            for written in (out / split).glob("*.arrow"):
+                Path(files[split]).replace(written)
         shutil.rmtree(self._folder)
 
     def close(self) -> None:

@@ -208,6 +208,7 @@ def test_prompts_are_answered_one_after_another(fake, client, tmp_path):
     [
         (answer("half of", finish="length"), "cut off"),
         (answer("  "), "empty"),
+        (answer("", reasoning="Hm."), "thinking without an answer"),
         (answer("<tool_call>\n<function=grep>"), "tool-call-parser"),
         (answer(calls=[("grep", "{broken")]), "no JSON object"),
     ],
