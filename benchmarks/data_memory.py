@@ -27,7 +27,9 @@ PREPARE = """
 import resource, sys
 from pathlib import Path
 from mtp.data.prepare import prepare
-report = prepare(Path(sys.argv[2]), [sys.argv[1]], Path(sys.argv[3]))
+# All rows are made from one mould, so near-duplicates are not looked for.
+folders = Path(sys.argv[2]), [sys.argv[1]], Path(sys.argv[3])
+report = prepare(*folders, near_duplicates="ignore")
 print(report.rows_read, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
