@@ -63,7 +63,7 @@ def plot_lengths(lengths: dict[str, np.ndarray], out: Path) -> None:
     axes = figure.subplots()
     longest = max((int(found.max(initial=1)) for found in lengths.values()), default=1)
     for split, found in lengths.items():
-        axes.hist(found, bins=np.linspace(0, longest, 51), label=split.replace("_", " "))
+        axes.hist(found, bins=np.linspace(0, longest, 51).tolist(), label=split.replace("_", " "))
     axes.set(xlabel="tokens a row", ylabel="rows", yscale="log")
     axes.legend()
     try:
