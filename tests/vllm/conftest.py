@@ -50,7 +50,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def demo() -> Path:
     """The demo's folder, finished."""
-    folder = Path(os.environ.get("MTP_DEMO", HERE.parents[1] / "build" / "nano"))
+    # Absolute: servers are started in other folders.
+    folder = Path(os.environ.get("MTP_DEMO", HERE.parents[1] / "build" / "nano")).absolute()
     if not (folder / "served.json").is_file():
         message = f"no finished demo at {folder}: run `make demo`, or set MTP_DEMO"
         pytest.fail(message) if REQUIRED else pytest.skip(message)
