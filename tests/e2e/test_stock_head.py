@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from command_line import run
 from random_bases import save_random_base
 
-import mtp.cli
 from graft.manifest import HeadFolder
 
 RECIPE = """
@@ -40,16 +40,6 @@ num_tokens = 6
 [quantize]
 calibration_tokens = 512
 """
-
-
-def run(*arguments):
-    before, sys.argv = sys.argv, ["mtp", *map(str, arguments)]
-    try:
-        mtp.cli.main()
-    except SystemExit as exit_:
-        assert not exit_.code, arguments
-    finally:
-        sys.argv = before
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from command_line import run
 from random_bases import save_random_base
 
-import mtp.cli
 from graft.manifest import HeadFolder
 from graft.reader import Checkpoint
 
@@ -30,17 +30,6 @@ num_tokens = 12
 [quantize]
 calibration_tokens = 512
 """
-
-
-def run(*arguments):
-    """Run `mtp` in this process; a non-zero exit fails the test."""
-    before, sys.argv = sys.argv, ["mtp", *map(str, arguments)]
-    try:
-        mtp.cli.main()
-    except SystemExit as exit_:
-        assert not exit_.code, arguments
-    finally:
-        sys.argv = before
 
 
 @pytest.fixture(scope="module")
