@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from nvfp4_reference import pack_in_python
 
 from graft.errors import UserError
 from graft.formats import dequantize_head, head_tensors
@@ -12,33 +13,6 @@ from graft.reader import Checkpoint
 from mtp.head import head_from_base, save_head
 from mtp.teacher import Teacher
 from quantize.experts import dequantize, quantize_experts
-
-VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-
-
-def nearest_code(value):
-    """Index of the nearest FP4 magnitude; a tie goes to the even code."""
-    distances = [abs(abs(value) - candidate) for candidate in VALUES]
-    best = min(distances)
-    codes = [code for code, distance in enumerate(distances) if distance == best]
-    return next((code for code in codes if code % 2 == 0), codes[0]) | (8 if value < 0 else 0)
-
-
-def pack_in_python(weight, amax):
-    """One matrix to (packed bytes, block scales, tensor scale), after nvfp4.md / OCP MX FP4."""
-    scale_2 = torch.tensor(amax / (6 * 448), dtype=torch.float32)
-    packed, scales = [], []
-    for row in weight.float():
-        codes = []
-        for block in row.split(16):
-            raw = block.abs().max() / (6 * scale_2)
-            scale = raw.clamp(2**-9, 448).to(torch.float8_e4m3fn) if block.abs().max() else None
-            scale = torch.tensor(1.0).to(torch.float8_e4m3fn) if scale is None else scale
-            scales.append(scale.float().item())
-            step = scale.float() * scale_2
-            codes += [nearest_code(value.item()) for value in block / step]
-        packed.append([low | high << 4 for low, high in zip(codes[::2], codes[1::2], strict=True)])
-    return torch.tensor(packed, dtype=torch.uint8), scales, scale_2
 
 
 @pytest.fixture(scope="module")
