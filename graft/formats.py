@@ -161,7 +161,8 @@ def quantization_blocks(
         return block, None
     file = read_json(path)
     inner = file.get("quantization")
-    if inner is not None and not isinstance(inner, dict):
+    if not isinstance(inner, dict) or not inner:
+        # vLLM raises for such a file too, where config.json does not hide it.
         raise UserError(f"a quantization block in {path}", ascii(inner)[:80], "restore that file")
     check_quantization(inner, path)
     return block, file

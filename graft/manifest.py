@@ -189,6 +189,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest.get("schema_version") != MANIFEST_SCHEMA
         or not isinstance(files, dict)
         or not all(map(is_file_name, files))
+        or not manifest.get("base_fingerprint")
         or not isinstance(head, dict)
         or not isinstance(head.get("tensor_sha256"), dict)
     ):

@@ -19,6 +19,7 @@ from graft.head_plan import plan_head
 from graft.index import INDEX_NAME, TensorInfo, is_file_name
 from graft.layout import base_tensor_names
 from graft.manifest import (
+    HEAD_METADATA,
     MANIFEST_NAME,
     HeadFolder,
     base_fingerprint,
@@ -32,7 +33,7 @@ QUANT_FILE = "hf_quant_config.json"
 HEAD_SHARD_BYTES = 5_000_000_000
 OTHER_WEIGHTS = (*PICKLE_SUFFIXES, ".safetensors", ".gguf", ".h5", ".msgpack", ".onnx")
 BASE_FILES = ("config.json", QUANT_FILE, INDEX_NAME)  # rewritten; the manifest keeps the old ones
-OF_A_FOLDER = (MANIFEST_NAME, "SHA256SUMS")  # true of the base's folder only
+OF_A_FOLDER = (MANIFEST_NAME, HEAD_METADATA, "SHA256SUMS")  # true of the base's folder only
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ def staged_folder(
     out = Path(out)
     sources = list(sources)
     check_output(out, overwrite=overwrite, sources=sources, mark=mark)
-    parent, name = out.parent.resolve(), out.name
+    parent, name = resolved(out.parent), out.name
     made_parents = [p for p in (parent, *parent.parents) if not p.exists()]
     finished = False
     try:
@@ -86,9 +86,9 @@ def check_output(
             f"one of {len(os.fsencode(out.name))}",
             "choose a shorter --out",
         )
-    real = out.resolve()
+    real = resolved(out)
     for source in map(Path, sources):
-        source_real = source.resolve()
+        source_real = resolved(source)
         if real == source_real or source_real in real.parents or real in source_real.parents:
             raise UserError(
                 f"an output folder apart from the input {source}",
@@ -129,7 +129,17 @@ def check_output(
 
 def _link_targets(folder: Path) -> Iterator[Path]:
     if folder.is_dir():
-        yield from (path.resolve() for path in folder.iterdir() if path.is_symlink())
+        yield from (resolved(path) for path in folder.iterdir() if path.is_symlink())
+
+
+def resolved(path: Path) -> Path:
+    """Where `path` leads; UserError for links that lead in a circle."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError before Python 3.13
+        raise UserError(
+            "links that lead to a file or folder", f"{path}: {error}", "remove those links"
+        ) from error
 
 
 def _make_parent(parent: Path) -> None:
@@ -156,6 +166,13 @@ def _locked(lock: Path, out: Path) -> Iterator[None]:
             os.close(descriptor)
             raise UserError(
                 f"no other run writing {out}", "one that holds its lock", "wait for it to end"
+            ) from error
+        except OSError as error:  # some network file systems
+            os.close(descriptor)
+            raise UserError(
+                f"a file system under {lock.parent} that can lock files",
+                str(error),
+                "choose an --out on a local disk, and move the result",
             ) from error
         # The previous holder removes the file on its way out: a lock on a removed file is none.
         try:

@@ -151,6 +151,12 @@ def write_ungraft(
     sources = [plan.checkpoint] + ([plan.base] if plan.base else [])
     mark = "config.json"
     check_output(out, overwrite=overwrite, sources=sources, mark=mark)
+    if lost := [name for name in plan.not_restored if (Path(out) / name).exists()]:
+        raise UserError(
+            f"an --out without files that only the base has, such as {lost[0]}",
+            f"{len(lost)} of them in {out}, which --overwrite would lose",
+            "pass --base BASE as well and another --out, or keep that folder: it is the base",
+        )
     try:
         with staged_folder(out, overwrite=overwrite, sources=sources, mark=mark) as staging:
             storage = _place(plan, staging, link)

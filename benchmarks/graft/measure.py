@@ -3,15 +3,16 @@
     python benchmarks/graft/measure.py --work /tmp/graft-bench --report graft.json --rounds 3
 
 Rows, each with its raw numbers:
-- hard links: seconds of `write_graft` without its digests, against writing as many bytes as the
-  head has from memory and syncing them. Inside the graft everything written is synced before the
-  digests begin, so that no disk time hides under the hashing.
+- hard links: seconds of `write_graft` without its digests. Once with the head in the page cache,
+  as after `mtp quantize`, against writing as many bytes from memory and syncing them; once with
+  nothing cached, against `cp` of the head and a sync. Inside the graft everything written is
+  synced before the digests begin, so that no disk time hides under the hashing.
 - copies: bytes a second of the same with `--link copy`, against `cp -r` of the base and a sync.
 - hashing: bytes a second on all cores, against one `sha256sum` on one core.
 - memory: peak resident set of the whole `mtp graft` command, from its rusage.
 
-Before each timed step the page cache is dropped where we may (root), and `sync` runs: every row
-starts cold. `--warm` leaves the cache alone.
+Before each timed step the page cache is dropped (root), and `sync` runs: every other row starts
+cold. `--only hard` leaves the long rows out.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import argparse
 import json
 import os
 import platform
-import resource
 import shutil
 import statistics
 import subprocess
@@ -37,17 +37,18 @@ from graft import writer  # noqa: E402
 from graft.manifest import base_fingerprint, file_digests  # noqa: E402
 from graft.plan import plan_graft  # noqa: E402
 from graft.reader import Checkpoint  # noqa: E402
-from graft.staging import _sync_tree  # noqa: E402
+from graft.staging import _sync, _sync_tree  # noqa: E402
 
 BLOCK = 16 * 1024 * 1024
 
 
-def timed(action: Callable[[], Any], warm: bool) -> float:
-    """Seconds of one action from a settled disk."""
+def timed(action: Callable[[], Any], *, warm: bool = False, cached: Path | None = None) -> float:
+    """Seconds of one action from a settled disk, with nothing cached unless it is said."""
     os.sync()
-    drop = Path("/proc/sys/vm/drop_caches")
-    if not warm and os.access(drop, os.W_OK):
-        drop.write_text("3")
+    if not warm:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    if cached:
+        subprocess.run(["cat", cached], check=True, stdout=subprocess.DEVNULL)
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
@@ -62,7 +63,16 @@ def write_bytes(path: Path, nbytes: int) -> None:
         os.fsync(file.fileno())
 
 
-def graft_seconds(work: Path, link: str, warm: bool) -> dict[str, float]:
+def copy_and_sync(source: Path, target: Path) -> None:
+    """`cp -r`, until it is on the disk."""
+    subprocess.run(["cp", "-r", source, target], check=True)
+    if target.is_dir():
+        _sync_tree(target)
+    else:
+        _sync(target)
+
+
+def graft_seconds(work: Path, link: str, cached: Path | None = None) -> dict[str, float]:
     """One graft, its phases apart."""
     base, head, out = work / "base", work / "head", work / "out"
     seconds: dict[str, float] = {}
@@ -77,11 +87,11 @@ def graft_seconds(work: Path, link: str, warm: bool) -> dict[str, float]:
 
     writer.graft_manifest = manifest_after_sync
     try:
-        seconds["fingerprint"] = timed(lambda: base_fingerprint(Checkpoint(base)), warm)
+        seconds["fingerprint"] = timed(lambda: base_fingerprint(Checkpoint(base)))
         start = time.perf_counter()
         plan = plan_graft(base, head, out=out)
         seconds["plan, with fingerprint and the head's values"] = time.perf_counter() - start
-        total = timed(lambda: writer.write_graft(plan, out, link=link), warm)
+        total = timed(lambda: writer.write_graft(plan, out, link=link), cached=cached)
     finally:
         writer.graft_manifest = make_manifest
     seconds["write, sync, rename"] = total - seconds["digests"]
@@ -89,38 +99,48 @@ def graft_seconds(work: Path, link: str, warm: bool) -> dict[str, float]:
     return seconds
 
 
-def round_of(work: Path, warm: bool) -> dict[str, Any]:
-    """Every comparison once, neighbours in time."""
+def hard_links(work: Path) -> dict[str, Any]:
+    """Grafts with hard links, and what the disk alone takes for the head's bytes."""
+    head = work / "head" / "mtp.safetensors"
+    head_bytes = head.stat().st_size
+    alone = timed(lambda: write_bytes(work / "alone", head_bytes))
+    (work / "alone").unlink()
+    cached = graft_seconds(work, "hard", cached=head)
+    cp = timed(lambda: copy_and_sync(head, work / "cp"))
+    (work / "cp").unlink()
+    cold = graft_seconds(work, "hard")
+    return {
+        "head_bytes": head_bytes, "write_alone_s": alone, "cp_head_s": cp,
+        "graft_hard_head_cached_s": cached, "graft_hard_s": cold,
+        "hard_over_write_alone": cached["write, sync, rename"] / alone,
+        "hard_cold_over_cp_of_the_head": cold["write, sync, rename"] / cp,
+    }  # fmt: skip
+
+
+def copies_and_hashes(work: Path) -> dict[str, Any]:
+    """A graft with copies beside `cp -r`, and our digests beside `sha256sum`."""
     head_bytes = (work / "head" / "mtp.safetensors").stat().st_size
     base_bytes = sum(path.stat().st_size for path in (work / "base").iterdir())
-    alone = timed(lambda: write_bytes(work / "alone", head_bytes), warm)
-    (work / "alone").unlink()
-    hard = graft_seconds(work, "hard", warm)
-    copied = graft_seconds(work, "copy", warm)
-
-    def cp() -> None:
-        subprocess.run(["cp", "-r", work / "base", work / "cp"], check=True)
-        _sync_tree(work / "cp")
-
-    cp_seconds = timed(cp, warm)
+    copied = graft_seconds(work, "copy")
+    cp_seconds = timed(lambda: copy_and_sync(work / "base", work / "cp"))
     shutil.rmtree(work / "cp")
-    shard = max((work / "base").glob("*.safetensors"), key=lambda p: p.stat().st_size)
-    one = timed(lambda: subprocess.run(["sha256sum", shard], check=True, stdout=-3), True)
-    one = min(one, timed(lambda: subprocess.run(["sha256sum", shard], check=True, stdout=-3), True))
-    shards = [p.name for p in (work / "base").glob("*.safetensors")]
-    ours_bytes = sum((work / "base" / n).stat().st_size for n in shards)
-    ours = timed(lambda: file_digests(work / "base", shards), True)
-    ours = min(ours, timed(lambda: file_digests(work / "base", shards), True))
+    shards = [path.name for path in (work / "base").glob("*.safetensors")]
+    shard = max((work / "base" / name for name in shards), key=lambda p: p.stat().st_size)
+    num_bytes = sum((work / "base" / name).stat().st_size for name in shards)
+
+    def one() -> None:
+        subprocess.run(["sha256sum", shard], check=True, stdout=subprocess.DEVNULL)
+
+    theirs = min(timed(one, warm=True) for _ in range(2))
+    ours = min(timed(lambda: file_digests(work / "base", shards), warm=True) for _ in range(2))
     cores = os.cpu_count() or 1
-    sha256sum_rate, our_rate = shard.stat().st_size / one, ours_bytes / ours
+    their_rate, our_rate = shard.stat().st_size / theirs, num_bytes / ours
     return {
-        "head_bytes": head_bytes, "base_bytes": base_bytes, "write_alone_s": alone,
-        "graft_hard_s": hard, "graft_copy_s": copied, "cp_s": cp_seconds,
-        "sha256sum_bytes_per_s": sha256sum_rate, "our_bytes_per_s": our_rate, "cores": cores,
-        "hard_over_write_alone": hard["write, sync, rename"] / alone,
+        "base_bytes": base_bytes, "graft_copy_s": copied, "cp_s": cp_seconds, "cores": cores,
+        "sha256sum_bytes_per_s": their_rate, "our_bytes_per_s": our_rate,
         "copy_rate_over_cp": ((base_bytes + head_bytes) / copied["write, sync, rename"])
         / (base_bytes / cp_seconds),
-        "hash_rate_over_sha256sum_per_core": our_rate / cores / sha256sum_rate,
+        "hash_rate_over_sha256sum_per_core": our_rate / cores / their_rate,
     }  # fmt: skip
 
 
@@ -145,21 +165,26 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--report", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--warm", action="store_true")
+    parser.add_argument("--only", choices=["hard"])
     options = parser.parse_args()
     shutil.rmtree(options.work / "out", ignore_errors=True)
     shutil.rmtree(options.work / "cp", ignore_errors=True)
-    rounds = [round_of(options.work, options.warm) for _ in range(options.rounds)]
-    keys = [key for key in rounds[0] if "_over_" in key]
-    result = {
+    result: dict[str, Any] = {
         "schema_version": 1, "command": sys.argv, "platform": platform.platform(),
-        "load_average": os.getloadavg(), "rounds": rounds,
-        "medians": {key: statistics.median(r[key] for r in rounds) for key in keys},
-        **peak_memory(options.work),
-        "benchmark_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000,
+        "rounds": [], **({} if options.only else peak_memory(options.work)),
     }  # fmt: skip
-    options.report.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({k: result[k] for k in ("medians", "peak_rss_mb", "load_average")}, indent=1))
+    for _ in range(options.rounds):  # written after each, so that a broken run leaves its rounds
+        one = hard_links(options.work)
+        if not options.only:
+            one |= copies_and_hashes(options.work)
+        result["rounds"].append(one | {"load_average": os.getloadavg()})
+        result["medians"] = {
+            key: statistics.median(one[key] for one in result["rounds"])
+            for key in result["rounds"][0]
+            if "_over_" in key
+        }
+        options.report.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({key: value for key, value in result.items() if key != "rounds"}, indent=1))
 
 
 if __name__ == "__main__":

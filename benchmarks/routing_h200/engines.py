@@ -28,19 +28,13 @@ def plan_of(work: Path) -> dict[str, Any]:
 
 
 def start(work: Path, timeout: float, names: list[str]) -> None:
-    """Start engines and wait; those that will be timed get processor cores of their own."""
-    plan = plan_of(work)
-    variants, timed = plan["variants"], plan["timing"]
+    """Start engines and wait."""
+    variants = plan_of(work)["variants"]
     names = names or list(variants)
-    cores = sorted(os.sched_getaffinity(0))
-    share = len(cores) // len(timed)
     for name in names:
         folder = work / name
         folder.mkdir(exist_ok=True)
         spec = dict(variants[name])
-        if share >= 2 and name in timed:
-            number = timed.index(name)
-            spec["cores"] = cores[number * share : (number + 1) * share]
         (folder / "spec.json").write_text(json.dumps(spec))
         log = (folder / "log.txt").open("w")
         environment = {**os.environ, **spec["environment"]}
@@ -85,6 +79,19 @@ def ask(work: Path, name: str, request: dict[str, Any], timeout: float = 200) ->
     except (OSError, EOFError) as error:
         raise RuntimeError(f"{name}: {error!r}") from error
     raise RuntimeError(f"{name}: no answer within {timeout:.0f} s")
+
+
+def pin(work: Path, names: list[str], cores: list[int]) -> None:
+    """Bind every thread of these engines to the same cores.
+
+    They are asked one at a time, and cores of one host differ by more than what is compared.
+    """
+    groups = {int((work / name / "pid").read_text()) for name in names}
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # one that ended meanwhile
+            if process.name.isdigit() and os.getpgid(int(process.name)) in groups:
+                for thread in (process / "task").iterdir():
+                    os.sched_setaffinity(int(thread.name), cores)
 
 
 def stop(work: Path, names: list[str]) -> None:

@@ -1,28 +1,35 @@
 """Speed in many short alternated rounds.
 
-    python timing.py WORK OUT.json SECONDS
+    python timing.py WORK OUT.json SECONDS [CONCURRENCY...]
     python timing.py pool OUT.json...   # the rounds of several such files together
 
 In a round each variant serves the same prompts, one after the other, and the next round goes
 backwards (ABBA), so that clocks and neighbours hit them alike: every figure is a ratio within its
 round. Variants in plan["rarely"] join every third round. Besides tokens per second, which depend on
 where a text goes after a near-tie, seconds per engine step are compared: a round's mean and median.
+
+All engines share the same cores. A name with "-again" is a second process of the same variant: what
+two such processes differ by is not the code's, and a variant's own figure is the mean of both.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import engines
 
 RARELY = 3
-MEASURES = {
+AGAIN = "-again"
+Measure = Callable[[dict[str, Any]], float]
+MEASURES: dict[str, Measure] = {
     "tokens per second": lambda r: r["num_tokens"] / r["seconds"],
     "seconds per step": lambda r: r["seconds"] / r["num_steps"],
     "median step": lambda r: r["median_step"],
@@ -30,6 +37,7 @@ MEASURES = {
 PAIRS = (
     ("routed", "edited"), ("routed", "stock"), ("routed", "plain"), ("stock", "plain"),
     ("routed-compiled", "routed"), ("routed-compiled", "stock"),
+    ("routed-again", "routed"), ("edited-again", "edited"),
 )  # fmt: skip
 
 
@@ -46,6 +54,12 @@ def student_t(degrees: int) -> float:
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
     )
     return sum(term / degrees**power for power, term in enumerate(terms))
+
+
+def figure(one: dict[str, Any], name: str, measure: Measure, other: str) -> float:
+    """One round's figure of a variant: the mean over its processes, unless they are compared."""
+    names = [name] if AGAIN in name + other else [name, name + AGAIN]
+    return statistics.fmean(measure(one[n]) for n in names if n in one)
 
 
 def mean_and_interval(values: list[float]) -> dict[str, Any]:
@@ -68,20 +82,25 @@ def ratios(rounds: list[dict[str, Any]]) -> dict[str, Any]:
         both = [r for r in rounds if a in r and b in r]
         if len(both) > 5:
             found[f"{a} / {b}"] = {
-                name: mean_and_interval([measure(r[a]) / measure(r[b]) for r in both])
+                name: mean_and_interval(
+                    [figure(r, a, measure, b) / figure(r, b, measure, a) for r in both]
+                )
                 for name, measure in MEASURES.items()
             }
     return found
 
 
-def main(work: Path, out: Path, budget: float) -> None:
+def main(work: Path, out: Path, budget: float, concurrencies: list[int]) -> None:
     plan = engines.plan_of(work)
     names = [name for name in plan["timing"] if engines.is_ready(work, name)]
+    cores = sorted(os.sched_getaffinity(0))
+    engines.pin(work, names, cores[: len(cores) // 2] if len(cores) >= 8 else cores)
     deadline = time.monotonic() + budget
-    rounds: dict[str, list[dict[str, Any]]] = {str(k["concurrency"]): [] for k in plan["kinds"]}
+    kinds = [k for k in plan["kinds"] if k["concurrency"] in concurrencies or not concurrencies]
+    rounds: dict[str, list[dict[str, Any]]] = {str(k["concurrency"]): [] for k in kinds}
     number = -2  # two rounds warm up and are not counted
     while time.monotonic() < deadline:
-        for kind in plan["kinds"]:
+        for kind in kinds:
             taking_part = [
                 name for name in names
                 if number < 0 or number % RARELY == 0 or name not in plan["rarely"]
@@ -96,7 +115,7 @@ def main(work: Path, out: Path, budget: float) -> None:
         number += 1
     report: dict[str, Any] = {
         "schema_version": 1, "hardware": plan["hardware"], "vllm_version": plan["vllm_version"],
-        "kinds": plan["kinds"], "rounds": rounds,
+        "kinds": kinds, "rounds": rounds,
         "ratios": {key: ratios(found) for key, found in rounds.items()},
     }  # fmt: skip
     out.write_text(json.dumps(report))
@@ -130,4 +149,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "pool":
         pool([Path(name) for name in sys.argv[2:]])
     else:
-        main(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]))
+        main(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]), [*map(int, sys.argv[4:])])

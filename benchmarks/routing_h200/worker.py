@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import statistics
 import sys
 import time
@@ -78,8 +77,6 @@ def start(spec: dict[str, Any]) -> Any:
 
 def main(folder: Path) -> None:
     spec = json.loads((folder / "spec.json").read_text())
-    if spec.get("cores"):  # before any thread or process is started: they inherit it
-        os.sched_setaffinity(0, spec["cores"])
     started = time.perf_counter()
     llm, num_steps = start(spec), spec["num_speculative_tokens"] or 0
     ready = {"seconds_to_start": time.perf_counter() - started}

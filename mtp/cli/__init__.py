@@ -52,6 +52,12 @@ def main() -> None:
     except UserError as error:
         print(f"mtp: {error}", file=sys.stderr)
         sys.exit(1)
+    except OSError as error:  # a full disk, a file that may not be read: nothing to trace
+        if error.errno is None or isinstance(error, BrokenPipeError):
+            raise
+        name = f"{error.filename}: " if error.filename else ""
+        print(f"mtp: {name}{error.strerror}", file=sys.stderr)
+        sys.exit(1)
 
 
 def _version(wanted: bool) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import struct
 
 import pytest
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from tiny import BASES, write_base, write_tiny_head
 
 from graft.errors import UserError
+from graft.formats import quantization_blocks
 from graft.index import INDEX_NAME, MAX_HEADER_BYTES, read_header, read_json
 from graft.inspect import inspect_checkpoint
 from graft.layout import count_head_layers, fuse_experts, head_tensor_shapes
@@ -290,3 +292,18 @@ def test_any_value_anywhere_in_a_config_is_read_or_refused(grafts, data):
                 look()
     finally:
         file.write_bytes(original)
+
+
+def test_a_quantization_file_that_says_nothing_is_refused_not_dropped(tmp_path):
+    base = write_base(tmp_path / "base")
+    for empty in ({}, {"quantization": {}}, {"quantization": None}):
+        (base / "hf_quant_config.json").write_text(json.dumps(empty))
+        with pytest.raises(UserError, match="a quantization block in"):
+            quantization_blocks(Checkpoint(base))
+
+
+def test_a_head_folder_that_is_also_the_base_leaves_no_head_json_behind(tmp_path):
+    base = write_base(tmp_path / "base")
+    head = write_tiny_head(tmp_path / "head", base, num_layers=2)
+    shutil.copy(head / "head.json", base)
+    assert "head.json" in plan_graft(base, head).left_out_files

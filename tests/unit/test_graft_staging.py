@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 
@@ -156,3 +157,18 @@ def test_another_process_locks_until_it_ends_even_if_it_is_killed(tmp_path):
         os.waitpid(child, 0)
     write(tmp_path / "out", "third")
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_links_in_a_circle_and_file_systems_without_locks_are_named(tmp_path, monkeypatch):
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(UserError, match="remove those links"):
+        write(tmp_path / "a" / "out", "new")
+
+    def no_locks(descriptor, flags):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(staging.fcntl, "flock", no_locks)
+    with pytest.raises(UserError, match=r"No locks available.*local disk"):
+        write(tmp_path / "out", "new")
+    assert sorted(p.name for p in tmp_path.iterdir() if not p.is_symlink()) in ([], [".out.lock"])

@@ -248,3 +248,16 @@ def test_the_command(tmp_path):
     found = json.loads(result.output)
     assert result.exit_code == 0 and found["complete"] and found["schema_version"] == 1
     assert found["from_base"] == ["model-00004-of-00004.safetensors"]
+
+
+def test_a_base_is_not_replaced_by_less_than_itself(tmp_path):
+    base, checkpoint = grafted(tmp_path, BASES[ONLY_ADDED[0]])
+    write_ungraft(plan_ungraft(checkpoint), base, overwrite=True)  # the same: allowed
+    (base / "notes.gguf").write_bytes(b"mine")
+    checkpoint = write_graft(
+        plan_graft(base, tmp_path / "head"), tmp_path / "grafted", overwrite=True
+    ).out
+    before = content(base)
+    with pytest.raises(UserError, match=r"notes\.gguf.*--overwrite would lose"):
+        write_ungraft(plan_ungraft(checkpoint), base, overwrite=True)
+    assert content(base) == before
