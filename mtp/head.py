@@ -38,6 +38,7 @@ from graft.manifest import (
     write_head,
 )
 from graft.reader import Checkpoint
+from mtp.experts import EXPERTS
 from mtp.recipe import Runtime
 from mtp.repeated_layer import ATTENTION, RepeatedLayerCache, StepCache
 
@@ -54,8 +55,8 @@ class MTPHead(nn.Module):
     Args:
         text_config: the base's text configuration, as a dict from its config.json.
         num_layers: K.
-        experts_implementation: transformers' name: "grouped_mm" is fast, "eager" is what
-            modelopt can quantize.
+        experts_implementation: name in transformers' table: ours is fast, "eager" is what
+            modelopt can quantize, and what float64 needs.
 
     Raises:
         UserError: the base's model type has no decoder here.
@@ -65,7 +66,7 @@ class MTPHead(nn.Module):
         self,
         text_config: dict[str, Any],
         num_layers: int,
-        experts_implementation: str = "grouped_mm",
+        experts_implementation: str = EXPERTS,
     ) -> None:
         super().__init__()
         model_type = str(text_config.get("model_type"))
@@ -380,7 +381,7 @@ def open_head(folder: Path, base: Checkpoint) -> HeadFolder:
     return source
 
 
-def load_head(folder: Path, experts_implementation: str = "grouped_mm") -> MTPHead:
+def load_head(folder: Path, experts_implementation: str = EXPERTS) -> MTPHead:
     """Read a head folder of any form into a float32 module; NVFP4 experts are dequantized.
 
     Raises:
