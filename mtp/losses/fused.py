@@ -14,7 +14,11 @@ Shapes: K steps, N targets, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import functools
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
@@ -25,8 +29,12 @@ from mtp.losses.restricted import kept_tokens
 from mtp.losses.terms import Objective, token_terms
 from mtp.recipe import RestrictedVocabulary
 
-# Floats of one [K, chunk, V] matrix; about four are alive at once. On a CPU, what its caches hold.
-CHUNK_FLOATS = {"cpu": 2**20, "cuda": 2**28}
+# Floats of one [K, chunk, V] matrix. On a CPU, what its caches hold. On a GPU, the product that
+# takes gradients back to hidden states has K * chunk rows and few columns: it needs about 2048 rows
+# to fill the chip; alive at once are the logits and, in the type of lm_head, the gradients.
+CHUNK_FLOATS = {"cpu": 2**20, "cuda": 2**29}
+CHUNK_MULTIPLE = 128  # matrix products are tiled
+USE_KERNELS = True  # on a GPU, where Triton is installed; False to compare
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,7 @@ def chunked_loss(
     """
     per_target = aligned.student.shape[0] * lm_head.shape[0]
     budget = CHUNK_FLOATS.get(lm_head.device.type, CHUNK_FLOATS["cuda"])
-    chunk_size = chunk_size or max(budget // per_target, 16)
+    chunk_size = chunk_size or default_chunk_size(budget // per_target)
     counts = aligned.counts() if counts is None else counts
     return FusedLoss(
         *_FusedLoss.apply(  # type: ignore[no-untyped-call]
@@ -81,6 +89,12 @@ def chunked_loss(
             chunk_size,
         )
     )
+
+
+def default_chunk_size(affordable: int) -> int:
+    """Targets a chunk, of which so many are affordable: whole tiles, if there is more than one."""
+    whole_tiles = affordable - affordable % CHUNK_MULTIPLE
+    return max(whole_tiles or affordable, 16)
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -130,6 +144,7 @@ def _all_chunks(
     values = {name: torch.zeros(shape, dtype=dtype, device=device) for name in names}
     gradients = {name: torch.empty_like(student) for name in names}
     agreement = torch.zeros(shape, dtype=dtype, device=device)
+    terms = choose_terms(lm_head, restricted)
     for start in range(0, shape[1], chunk_size):
         chunk = slice(start, start + chunk_size)
         matrix, targets = lm_head, aligned.targets[chunk]
@@ -138,10 +153,34 @@ def _all_chunks(
             kept = kept_tokens(student[:, chunk], teacher_logits, targets, lm_head, restricted)
             matrix, targets = lm_head[kept], torch.searchsorted(kept, targets)
             teacher_logits = teacher_logits[:, kept]
-        found, by_logits, agreement[:, chunk] = token_terms(
+        found, by_logits, agreement[:, chunk] = terms(
             project(student[:, chunk], matrix), teacher_logits, targets, objective
         )
         for name in names:
             values[name][:, chunk] = found[name]
             gradients[name][:, chunk] = by_logits.pop(name).to(lm_head.dtype) @ matrix
     return values, gradients, agreement
+
+
+def choose_terms(
+    lm_head: torch.Tensor, restricted: RestrictedVocabulary | None
+) -> Callable[..., tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]]:
+    """`token_terms`, or on a GPU its kernels, which are compiled for one size of vocabulary."""
+    if lm_head.is_cuda and lm_head.dtype != torch.float64 and restricted is None:
+        kernels = working_kernels() if USE_KERNELS else None
+        if kernels is not None:
+            return functools.partial(kernels.token_terms, gradient_dtype=lm_head.dtype)
+    return token_terms
+
+
+@functools.cache
+def working_kernels() -> ModuleType | None:
+    """The kernels, if they compile here: Triton must be installed and find a C compiler."""
+    try:
+        from mtp.losses import kernels
+
+        kernels.log_sums(torch.zeros(1, 16, device="cuda"))
+    except Exception as error:  # whatever a compiler may raise
+        warnings.warn(f"the losses run slower, without GPU kernels: {error}", stacklevel=2)
+        return None
+    return kernels
