@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,7 +88,24 @@ class Dequantized:
             yield _bfloat16(values).tobytes()
 
 
-MadeTensor = Reciprocal | Dequantized
+class MadeTensor(Protocol):
+    """A tensor whose bytes are made while it is written; `quantize` makes some too."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def chunks(self) -> Iterator[bytes]: ...
+
+
 PlannedTensor = TensorInfo | MadeTensor
 
 

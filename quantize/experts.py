@@ -180,7 +180,7 @@ def quantize_experts(
         kept = tensor if _is_nvfp4_part(name) else tensor.to(torch.bfloat16)
         tensors[f"mtp.{name}"] = kept.detach().cpu().contiguous()
     _require_sound_scales(tensors)
-    config = {"quant_algo": "NVFP4", "group_size": 16, "producer": _producer()}
+    config = {"quant_algo": "NVFP4", "group_size": 16, "producer": producer()}
     return tensors, config
 
 
@@ -222,7 +222,8 @@ def _require_sound_scales(tensors: dict[str, torch.Tensor]) -> None:
                 )
 
 
-def _producer() -> dict[str, str]:
+def producer() -> dict[str, str]:
+    """Whose format this is, for the configs that name it."""
     from importlib.metadata import version
 
     return {"name": "modelopt", "version": version("nvidia-modelopt")}

@@ -22,6 +22,7 @@ from mtp.cli.options import (
 )
 
 DEFAULT_RECIPE = Path("recipe.toml")
+QUANTIZED_HEAD = Path("head-nvfp4")
 
 
 def train_command(
@@ -114,8 +115,11 @@ def quantize_command(
     head: Head = Path("head"),
     base: Annotated[Path | None, typer.Option(help="The base; its states calibrate.")] = None,
     data: Annotated[Path | None, typer.Option(help="Folder of `mtp data prepare`.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("head-nvfp4"),
+    out: Annotated[Path, typer.Option(help="Folder to write.")] = QUANTIZED_HEAD,
     dequantize: Annotated[bool, typer.Option("--dequantize", help="NVFP4 head to BF16.")] = False,
+    trunk: Annotated[
+        bool, typer.Option("--trunk", help="Quantize the base's experts, not a head's.")
+    ] = False,
     recipe: RecipeFile = None,
     device: Device = "auto",
     overwrite: Overwrite = False,
@@ -130,6 +134,15 @@ def quantize_command(
     from mtp.tables import acceptance_table
     from quantize import experts
 
+    if trunk:
+        from quantize.trunk import quantize_trunk
+
+        if base is None or out == QUANTIZED_HEAD:
+            raise typer.BadParameter("--trunk needs --base and --out")
+        result = quantize_trunk(base, out, producer=experts.producer(), overwrite=overwrite)
+        sizes = f"{result['bytes_before']} -> {result['bytes_after']} bytes"
+        emit(result, as_json, report, f"{out}: {result['num_matrices']} matrices, {sizes}")
+        return
     if dequantize:
         experts.dequantize(head, out, overwrite=overwrite)
         print(f"{out}: BF16 twin of {head}")

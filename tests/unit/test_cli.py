@@ -71,6 +71,7 @@ def test_wrong_usage_is_2():
         ("eval", "--base", "nowhere", "--data", "nowhere"),
         ("quantize", "--base", "nowhere", "--data", "nowhere"),
         ("quantize", "--dequantize"),
+        ("quantize", "--trunk", "--base", "nowhere", "--out", "out"),
         ("graft", "--base", "nowhere", "--out", "out"),
         ("verify", "nowhere"),
         ("inspect", "nowhere"),

@@ -90,7 +90,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     for module in (modelopt, ct_linear):
         monkeypatch.setattr(module, "init_nvfp4_linear_kernel", lambda *_, **__: MagicMock())
 
-    def build_and_load(folder: Path, target_too: bool = False) -> Any:
+    def build_and_load(folder: Path, target_too: bool | str = False) -> Any:
         config = EngineArgs(
             model=str(folder), dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True,
             max_model_len=128, load_format="safetensors",
@@ -104,7 +104,11 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
             if config.quant_config is not None:
                 configure_quant_config(config.quant_config, target)
             if target_too:
-                initialize_model(vllm_config=config, model_config=config.model_config)
+                target = initialize_model(vllm_config=config, model_config=config.model_config)
+                if target_too == "loaded":
+                    loader = DefaultModelLoader(config.load_config)
+                    loader.load_weights(target, config.model_config)
+                    build_and_load.target = target
             model = initialize_model(vllm_config=config, model_config=draft)
             DefaultModelLoader(config.load_config).load_weights(model, draft)
         return model
