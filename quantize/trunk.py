@@ -145,4 +145,4 @@ def _write_configs(
     ignore = derive_ignore(linear_modules(written.infos(), multimodal), rules)
     block, file = nvfp4_blocks(ALGOS[scheme], ignore, producer)
     write_json(staging / "config.json", {**checkpoint.config, "quantization_config": block})
-    write_json(staging / QUANT_FILE, file)
+    write_json(staging / QUANT_FILE, file or {})

@@ -1,4 +1,4 @@
-"""A base's routed experts to NVFP4: the bytes, everything else untouched, configs that vLLM reads."""
+"""A base's routed experts to NVFP4: their bytes, all else untouched, configs as vLLM reads."""
 
 import json
 
