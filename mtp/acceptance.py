@@ -30,6 +30,7 @@ from mtp.head import MTPHead, load_head, open_head
 from mtp.progress import track
 from mtp.recipe import EvalRecipe
 from mtp.teacher import Teacher
+from mtp.teacher.source import HiddenSource
 
 SCHEMA_VERSION = 1
 Runtime = Literal["routed", "stock"]
@@ -117,47 +118,66 @@ def replay(
 
 @torch.no_grad()
 def draft_tokens(
-    teacher: Teacher,
+    source: HiddenSource,
     head: MTPHead,
     tokens: Sequence[int],
+    states: torch.Tensor,
     num_steps: int,
     runtime: Runtime = "routed",
 ) -> list[list[int]]:
-    """Drafts of every step at every start of one sequence: element [k][p] guesses token p+k+2."""
-    ids = torch.tensor([list(tokens)], device=teacher.device)
+    """Drafts of every step at every start of one sequence: element [k][p] guesses token p+k+2.
+
+    `states` [T, H] are the base's hidden states of `tokens` [T] after its final norm.
+    """
+    ids = torch.tensor([list(tokens)], device=source.device)
     dtype = next(head.parameters()).dtype
     chain = head.chain if runtime == "routed" else head.chain_stock
-    outputs = chain(teacher.hidden(ids).to(dtype), teacher.embed(ids).to(dtype), num_steps)
-    lm_head = teacher.lm_head.to(dtype)
+    hidden = states.unsqueeze(0).to(source.device, dtype)
+    outputs = chain(hidden, source.embed(ids).to(dtype), num_steps)
+    lm_head = source.lm_head.to(dtype)
     return [F.linear(output[0], lm_head).argmax(-1).tolist() for output in outputs]
 
 
 @dataclass(frozen=True)
 class Continuations:
-    """Prompts and the base's greedy continuations, shared by every head that is compared."""
+    """Prompts and the base's greedy continuations, shared by every head that is compared.
+
+    states: [T, H] each, in host memory: the base's hidden states after its final norm, of a prompt
+    and its continuation. With them, measuring needs no base.
+    """
 
     prompts: list[Prompt]
     continuations: list[list[int]]
+    states: list[torch.Tensor]
     num_tokens: int
     end_tokens: frozenset[int]
+
+
+def num_checked(num_tokens: int, num_steps: int) -> int:
+    """Tokens after the prompt that checking every draft needs: the last begins at the end."""
+    return num_tokens + num_steps + 1
 
 
 def continue_prompts(
     teacher: Teacher, prompts: list[Prompt], num_tokens: int, num_steps: int
 ) -> Continuations:
     """Let the base continue the prompts, far enough to check every draft."""
-    configured = teacher.model.generation_config.eos_token_id
-    end_tokens = configured if isinstance(configured, list) else [configured]
-    return Continuations(
-        prompts,
-        teacher.continue_greedily([p.token_ids for p in prompts], num_tokens + num_steps + 1),
-        num_tokens,
-        frozenset(token for token in end_tokens if token is not None),
+    continuations = teacher.continue_greedily(
+        [prompt.token_ids for prompt in prompts], num_checked(num_tokens, num_steps)
     )
+    texts = [
+        torch.tensor([*prompt.token_ids, *continuation])
+        for prompt, continuation in zip(prompts, continuations, strict=True)
+    ]
+    states = [teacher.row_states([text])[0].cpu() for text in texts]
+    configured = teacher.model.generation_config.eos_token_id
+    listed = configured if isinstance(configured, list) else [configured]
+    end_tokens = frozenset(token for token in listed if token is not None)
+    return Continuations(prompts, continuations, states, num_tokens, end_tokens)
 
 
 def measure(
-    teacher: Teacher,
+    source: HiddenSource,
     head: MTPHead,
     text: Continuations,
     *,
@@ -167,8 +187,8 @@ def measure(
     """Acceptance of a head on the base's own continuations.
 
     Args:
-        teacher: the base.
-        head: the draft head, on the teacher's device.
+        source: the base's embedding and `lm_head`.
+        head: the draft head, on the source's device.
         text: from `continue_prompts`.
         num_steps: tokens drafted a round; K when not given.
         runtime: "routed" runs each step's own layer over the whole window; "stock" repeats layer 0
@@ -181,11 +201,13 @@ def measure(
     head.eval()
     total = AcceptanceCounts(steps)
     by_category: dict[str, AcceptanceCounts] = {}
-    pairs = list(zip(text.prompts, text.continuations, strict=True))
-    for prompt, continuation in track(pairs, "replaying speculative decoding", unit="prompt"):
+    texts = list(zip(text.prompts, text.continuations, text.states, strict=True))
+    for prompt, continuation, states in track(
+        texts, "replaying speculative decoding", unit="prompt"
+    ):
         tokens = [*prompt.token_ids, *continuation]
         counts = replay(
-            draft_tokens(teacher, head, tokens, steps, runtime),
+            draft_tokens(source, head, tokens, states, steps, runtime),
             tokens,
             len(prompt.token_ids),
             text.num_tokens,

@@ -18,14 +18,13 @@ from torch import nn
 
 from graft.manifest import base_fingerprint
 from graft.reader import Checkpoint
-from mtp.acceptance import Continuations, continue_prompts, measure
+from mtp.acceptance import Continuations, measure
 from mtp.data.batches import Batch
-from mtp.data.prompts import Prompt
 from mtp.head import MTPHead, head_from_base, save_head
 from mtp.losses import align, category_weights, chunked_loss, objective_at, position_weights
 from mtp.recipe import Recipe
 from mtp.router_load import RouterLoad, freeze_routers
-from mtp.teacher import Teacher
+from mtp.teacher.source import HiddenSource
 
 
 class Draft(nn.Module, ABC):
@@ -85,9 +84,9 @@ class MTPDraft(Draft):
 
     Args:
         head: on the teacher's device, float32.
-        teacher: the frozen base.
+        teacher: the frozen base's hidden states, embedding and `lm_head`.
         recipe: of the loss.
-        text: held-out prompts and the base's continuations.
+        text: held-out prompts and the base's continuations (`mtp.held_out`).
         fingerprint: of the base.
     """
 
@@ -96,7 +95,7 @@ class MTPDraft(Draft):
     def __init__(
         self,
         head: MTPHead,
-        teacher: Teacher,
+        teacher: HiddenSource,
         recipe: Recipe,
         text: Continuations,
         fingerprint: dict[str, Any],
@@ -115,17 +114,15 @@ class MTPDraft(Draft):
 
     @classmethod
     def from_base(
-        cls, checkpoint: Checkpoint, teacher: Teacher, recipe: Recipe, prompts: list[Prompt]
+        cls, checkpoint: Checkpoint, teacher: HiddenSource, recipe: Recipe, text: Continuations
     ) -> MTPDraft:
-        """A head at its warm start; the base continues the prompts."""
+        """A head at its warm start."""
         head = head_from_base(checkpoint, recipe.head.num_layers, recipe.head.warm_start)
         head.to(teacher.device)
         if not recipe.head.train_router:
             freeze_routers(head)
         if recipe.train.runtime == "stock":
             head.layers[1:].requires_grad_(False)  # never run
-        num_steps = recipe.train.num_speculative_tokens or head.num_layers
-        text = continue_prompts(teacher, prompts, recipe.eval.num_tokens, num_steps)
         return cls(head, teacher, recipe, text, base_fingerprint(checkpoint))
 
     def target_weights(self, batch: Batch) -> torch.Tensor:

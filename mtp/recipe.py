@@ -172,6 +172,36 @@ class TrainRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TeacherRecipe:
+    """Where training takes the base's hidden states from (docs/teachers.md).
+
+    kind: in_process, the base beside the head; cache, what `mtp data cache` wrote; server, a vLLM
+        that extracts them.
+    cache: folder of the cache.
+    url, states: of the server, and the folder that it writes to.
+    """
+
+    kind: typing.Literal["in_process", "cache", "server"] = "in_process"
+    cache: str = ""
+    url: str = ""
+    states: str = ""
+
+    def __post_init__(self) -> None:
+        wanted = {"in_process": (), "cache": ("cache",), "server": ("url", "states")}[self.kind]
+        if missing := [f"teacher.{name}" for name in wanted if not getattr(self, name)]:
+            raise UserError(
+                f"{' and '.join(missing)} with teacher.kind = '{self.kind}'",
+                "none",
+                f"pass --set {missing[0]}=..., or add it to the recipe",
+            )
+
+    @property
+    def cache_folder(self) -> Path | None:
+        """The cache that is trained from, if one is."""
+        return Path(self.cache) if self.kind == "cache" else None
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalRecipe:
     """Held-out prompts, the most tokens of each, and the tokens that the base continues."""
 
@@ -209,9 +239,16 @@ class Recipe:
     mix: MixRecipe = field(default_factory=MixRecipe)
     head: HeadRecipe = field(default_factory=HeadRecipe)
     loss: LossRecipe = field(default_factory=LossRecipe)
+    teacher: TeacherRecipe = field(default_factory=TeacherRecipe)
     train: TrainRecipe = field(default_factory=TrainRecipe)
     eval: EvalRecipe = field(default_factory=EvalRecipe)
     quantize: QuantizeRecipe = field(default_factory=QuantizeRecipe)
+
+    def as_record(self) -> dict[str, Any]:
+        """The recipe as it is recorded with a run and a head: without the places of a teacher's
+        states, which may move, and which a published head has no business telling."""
+        record = dataclasses.asdict(self)
+        return record | {"teacher": {"kind": self.teacher.kind}}
 
 
 # Numbers that must be above 0; the others must not be below it.

@@ -28,10 +28,10 @@ from graft.staging import check_output, staged_folder
 from mtp import __version__
 from mtp.checkpoint import disk_bytes, load_checkpoint, require_disk, save_checkpoint
 from mtp.data.batches import Batch
-from mtp.data.prompts import evaluation_prompts
 from mtp.data.store import load_prepared, read_manifest, require_tokenizer_of, rows_digest
 from mtp.divergence import divergence_error, what_diverged
 from mtp.draft import Draft, MTPDraft
+from mtp.held_out import held_out_text
 from mtp.history import HISTORY, flat_numbers, read_history
 from mtp.optimizer import build_optimizers, set_learning_rate
 from mtp.parallel import (
@@ -52,7 +52,7 @@ from mtp.recipe import Recipe
 from mtp.recipe_text import dump_recipe
 from mtp.run_folder import RunFolder, check_run, open_run, run_path
 from mtp.schedule import StepBatches, learning_rate_factor
-from mtp.teacher import Teacher
+from mtp.teacher import open_source
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -128,21 +128,17 @@ def train(
         UserError: a broken base or data folder, an `out` that must not be written, a run that
             cannot be resumed, a loss that diverged, or a signal that ended the run.
     """
-    check_output(out, overwrite=overwrite, sources=[base, data])
+    cache = recipe.teacher.cache_folder
+    sources = [base, data, *([cache] if cache else [])]
+    check_output(out, overwrite=overwrite, sources=sources)
     check_run(run_path(out), resume=resume, overwrite=overwrite)
     checkpoint = Checkpoint(base)
     checkpoint.require_supported()
     require_tokenizer_of(data, base)
     rows = load_prepared(data)["train"]
-    prompts = evaluation_prompts(
-        data,
-        num_prompts=recipe.eval.num_prompts,
-        max_prompt_tokens=recipe.eval.max_prompt_tokens,
+    accelerator, draft = start(
+        checkpoint, data, recipe, local_device(device), tracker, run_path(out)
     )
-    torch.manual_seed(recipe.train.seed)
-    teacher = Teacher.load(base, device=local_device(device))
-    accelerator = start_processes(teacher.device, tracker, run_path(out))
-    draft = MTPDraft.from_base(checkpoint, teacher, recipe, prompts)
     batches = StepBatches(
         rows,
         recipe.train,
@@ -152,36 +148,45 @@ def train(
     )
     identity = {
         "draft": draft.name,
-        "recipe": asdict(recipe),
+        "recipe": recipe.as_record(),
         "base": base_fingerprint(checkpoint),
         "data": rows_digest(data),
     }
-    provenance = {
-        "tool": f"mtp-graft {__version__}",
-        "recipe": asdict(recipe),
-        "licences": sorted(read_manifest(data).get("licences", [])),
-    }
-    text = dump_recipe(recipe)
-    is_main = accelerator.is_main_process
+    text, is_main = dump_recipe(recipe), accelerator.is_main_process
     with open_run(run_path(out), identity, text, resume=resume, write=is_main) as run:
         accelerator.wait_for_everyone()
         state = TrainState(**run.newest_state())
         if state.before is None:
             state.before = draft.evaluate()
         model = wrap(accelerator, draft, shard=shard)
+        optimizers = build_optimizers(model, recipe.train)
         setup = Setup(
-            recipe=recipe,
-            draft=draft,
-            model=model,
-            optimizers=build_optimizers(model, recipe.train),
-            batches=batches,
-            rows=rows,
-            run=run,
-            accelerator=accelerator,
-            provenance=provenance,
-        )
+            recipe=recipe, draft=draft, model=model, optimizers=optimizers, batches=batches,
+            rows=rows, run=run, accelerator=accelerator, provenance=provenance(recipe, data),
+        )  # fmt: skip
         optimize(setup, state, max_steps)
-        return finish(setup, state, out, overwrite=overwrite, sources=[base, data])
+        return finish(setup, state, out, overwrite=overwrite, sources=sources)
+
+
+def start(
+    checkpoint: Checkpoint, data: Path, recipe: Recipe, device: str, tracker: str | None, run: Path
+) -> tuple[Accelerator, MTPDraft]:
+    """This process among the others, and the draft at its warm start, with its teacher."""
+    torch.manual_seed(recipe.train.seed)
+    base = checkpoint.folder
+    teacher = open_source(recipe.teacher, base, data, device=device)
+    accelerator = start_processes(teacher.device, tracker, run)
+    text = held_out_text(teacher, base, data, recipe, write=accelerator.is_main_process)
+    return accelerator, MTPDraft.from_base(checkpoint, teacher, recipe, text)
+
+
+def provenance(recipe: Recipe, data: Path) -> dict[str, Any]:
+    """What a head says of how it was made."""
+    return {
+        "tool": f"mtp-graft {__version__}",
+        "recipe": recipe.as_record(),
+        "licences": sorted(read_manifest(data).get("licences", [])),
+    }
 
 
 def optimize(setup: Setup, state: TrainState, max_steps: int | None = None) -> None:
@@ -299,15 +304,13 @@ def evaluate(setup: Setup, state: TrainState) -> dict[str, Any]:
 def export_best(setup: Setup, state: TrainState, weights: dict[str, torch.Tensor]) -> None:
     """Write the head of this step into the run folder."""
     assert state.best and state.before
-    provenance = setup.provenance | {
+    made = setup.provenance | {
         "step": state.step,
         "tokens": state.tokens,
         "warm_start_mean_accepted": state.before["mean_accepted"],
     }
     with staged_folder(setup.run.best(state.step), overwrite=True) as staging:
-        setup.draft.export(
-            staging, weights, provenance=provenance, acceptance=state.best["acceptance"]
-        )
+        setup.draft.export(staging, weights, provenance=made, acceptance=state.best["acceptance"])
 
 
 def write_checkpoint(setup: Setup, state: TrainState) -> None:

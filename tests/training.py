@@ -25,9 +25,9 @@ FEATURES = Features(
 )
 
 
-def write_training_base(folder: Path) -> Path:
+def write_training_base(folder: Path, *, seed: int = 0) -> Path:
     """A base of 16 words, so that random drafts are sometimes right."""
-    save_random_base(folder, vocab_size=16, layer_types=["full_attention"] * 2)
+    save_random_base(folder, vocab_size=16, layer_types=["full_attention"] * 2, seed=seed)
     (folder / "tokenizer.json").write_text("{}")
     return folder
 

@@ -132,21 +132,29 @@ def data_cache(
     server_states: Annotated[
         Path | None, typer.Option(help="The folder that this vLLM writes to.")
     ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option("--recipe", help="Also continue its held-out prompts.")
+    ] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
     """Write the base's hidden states of every row, so that training needs no base in memory.
 
-    The same command goes on where an interrupted one stopped.
+    The same command goes on where an interrupted one stopped. With a recipe, what `mtp train`
+    measures on is written too; without one, the first training loads the base for that.
 
     Example: mtp data cache --base base --data data --out states
     """
     from mtp.data.store import SPLITS
+    from mtp.held_out import held_out_text
+    from mtp.recipe import load_recipe
     from mtp.teacher import open_maker
     from mtp.teacher.cache import build_cache
 
+    chosen = load_recipe(recipe)
+    maker = open_maker(base, device=device, server=server, server_states=server_states)
     report = build_cache(
-        open_maker(base, device=device, server=server, server_states=server_states),
+        maker,
         base,
         data,
         out,
@@ -156,6 +164,8 @@ def data_cache(
         tokens_per_batch=tokens_per_batch,
         overwrite=overwrite,
     )
+    if recipe is not None:
+        held_out_text(maker, base, data, chosen, cache=out)
     if as_json:
         print(json.dumps(report, indent=1))
     else:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +20,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from graft.errors import UserError
 from graft.index import read_header, write_json
@@ -35,6 +33,7 @@ from mtp.teacher.cache_layout import (
     SCHEMA_VERSION,
     plan_layout,
     read_cache_index,
+    save_aside,
     shard_path,
 )
 from mtp.teacher.identity import base_identity, data_identity, differences
@@ -242,12 +241,7 @@ def _write_shard(
         "rows": torch.tensor(members), "checked": sum(found[:-1]) + positions,
         "checked_argmax": argmax.int(), "checked_logprob": logprob.float(),
     }  # fmt: skip
-    path.parent.mkdir(exist_ok=True)
-    aside = path.with_suffix(".part")
-    save_file(tensors, aside, {"format": "pt"})
-    with aside.open("rb") as file:
-        os.fsync(file.fileno())
-    aside.rename(path)
+    save_aside(tensors, path)
     return agreement
 
 

@@ -2,6 +2,7 @@
 
     CACHE/cache.json               what it was made from; `complete` once every shard is there
     CACHE/train/00000.safetensors  hidden [N, H] BF16 of whole rows, one after the other
+    CACHE/continuations/           held-out prompts continued by the base (`mtp.held_out`)
 
 Rows are stored from the longest to the shortest: a batch groups rows of like length, so its reads
 lie close together, padding while building is small, and a row too long for the memory fails first.
@@ -10,11 +11,14 @@ Which row lies where follows from the rows' lengths alone; nothing else has to b
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import save_file
 
 from graft.errors import UserError
 from graft.index import read_json
@@ -57,6 +61,18 @@ def plan_layout(lengths: np.ndarray, tokens_per_shard: int) -> Layout:
 def shard_path(cache: Path, split: str, index: int) -> Path:
     """The file of one shard."""
     return cache / split / f"{index:05d}.safetensors"
+
+
+def save_aside(
+    tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """Write a file that appears under its name only once it is complete and on disk."""
+    path.parent.mkdir(exist_ok=True)
+    aside = path.with_suffix(".part")
+    save_file(tensors, aside, {"format": "pt", **(metadata or {})})
+    with aside.open("rb") as file:
+        os.fsync(file.fileno())
+    aside.rename(path)
 
 
 def read_cache_index(cache: Path) -> dict[str, Any]:

@@ -10,9 +10,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from training import tiny_recipe, write_training_base, write_training_data
 
 from graft.reader import Checkpoint
-from mtp.data.prompts import evaluation_prompts
 from mtp.data.store import load_prepared
 from mtp.draft import MTPDraft
+from mtp.held_out import held_out_text
 from mtp.losses import align, position_weights
 from mtp.recipe import LossRecipe
 from mtp.schedule import StepBatches
@@ -26,8 +26,9 @@ def draft_and_batches(tmp_path_factory):
     data = write_training_data(folder / "data", base)
     recipe = tiny_recipe()
     torch.manual_seed(0)
-    prompts = evaluation_prompts(data, num_prompts=1, max_prompt_tokens=40)
-    draft = MTPDraft.from_base(Checkpoint(base), Teacher.load(base), recipe, prompts)
+    teacher = Teacher.load(base)
+    text = held_out_text(teacher, base, data, recipe)
+    draft = MTPDraft.from_base(Checkpoint(base), teacher, recipe, text)
     return draft, StepBatches(load_prepared(data)["train"], recipe.train, min_length=4)
 
 
