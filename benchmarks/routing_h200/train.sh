@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # On the GPU machine: the hybrid base and its head by the project's own commands, nothing carried.
 # Usage: train.sh WORK CODE (CODE: a folder of Python source for the base)
-# What WORK already holds is kept, so a broken run goes on where it stopped.
+# What WORK already holds is kept, so a broken run goes on where it stopped. UNTIL=data ends early.
 set -euo pipefail
 work=$1 code=$2
 here=$(cd "$(dirname "$0")" && pwd)
@@ -21,6 +21,7 @@ make traces.jsonl nano traces --out traces.jsonl --conversations "${CONVERSATION
 make base nano base --traces traces.jsonl --code "$code" --recipe "$recipe" --out base
 make data data prepare --base base --source traces.jsonl --source "$code" \
   --licence "see the packages" --max-length 1024 --max-skip 0.05 --out data
+[ "${UNTIL:-}" != data ] || exit 0
 make head train --base base --data data --recipe "$recipe" --out head
 make grafted graft --base base --head head --out grafted
 make head-nvfp4 quantize --head head --base base --data data --recipe "$recipe" \
