@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mtp.data.conversation import Conversation, RowError
-from mtp.data.render import Renderer
+from mtp.data.conversation import Conversation, Message, RowError
+from mtp.data.render import Prefixes, Renderer
 
 _EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*$")
 
@@ -52,13 +52,16 @@ class RenderedRow:
     replies: tuple[Reply, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Turn:
+    """A reply; the render up to its end is the first `length` characters of `text`."""
+
     index: int
     head: int
     start: int
     end: int
-    full: str
+    text: str
+    length: int
     supervised: bool
 
 
@@ -71,18 +74,27 @@ def render_rows(conversation: Conversation, renderer: Renderer) -> list[Rendered
         RowError: the template refuses the conversation, or renders a reply differently from
             its own generation prompt.
     """
-    messages, tools = conversation.messages, conversation.tools
+    messages = conversation.messages
     first_user = next(i for i, message in enumerate(messages) if message.role == "user")
     indices = [i for i, m in enumerate(messages) if m.role == "assistant" and i > first_user]
-    opening = renderer.text(messages[: indices[0]], tools)
-    prompt = renderer.text(messages[: indices[0]], tools, generation_prompt=True)
+    prefixes = renderer.prefixes(messages[: indices[-1] + 1], conversation.tools)
+    opening = prefixes.text(indices[0])
+    prompt = prefixes.text(indices[0], generation_prompt=True)
     header = len(prompt) - len(opening) if prompt.startswith(opening) else 0
-    turns = [_turn(conversation, renderer, index, header) for index in indices]
+    turns: list[_Turn] = []
+    for index in indices:
+        turn = _turn(messages[index], index, prefixes, header, renderer.end_tokens)
+        if turns and turn.text.startswith(turns[-1].text):
+            # One text for all whose renders begin it: a long trace has hundreds.
+            replaced = turns[-1].text
+            for earlier in turns:
+                earlier.text = turn.text if earlier.text is replaced else earlier.text
+        turns.append(turn)
     pending = [turn for turn in turns if turn.supervised]
     rows = []
     while pending:
-        text = pending[-1].full
-        stable = {turn.index for turn in turns if text.startswith(turn.full)}
+        text = pending[-1].text[: pending[-1].length]
+        stable = {turn.index for turn in turns if text.startswith(turn.text[: turn.length])}
         covered = [turn for turn in pending if turn.index in stable]
         rows.append(
             RenderedRow(
@@ -134,10 +146,11 @@ def num_edge_tokens(offsets: np.ndarray, replies: tuple[Reply, ...]) -> int:
     return int((offsets[after, 0] < edges).sum())
 
 
-def _turn(conversation: Conversation, renderer: Renderer, index: int, header: int) -> _Turn:
-    messages, tools = conversation.messages, conversation.tools
-    prompt = renderer.text(messages[:index], tools, generation_prompt=True)
-    full = renderer.text(messages[: index + 1], tools)
+def _turn(
+    message: Message, index: int, prefixes: Prefixes, header: int, end_tokens: tuple[str, ...]
+) -> _Turn:
+    prompt = prefixes.text(index, generation_prompt=True)
+    full = prefixes.text(index + 1)
     start = len(prompt)
     if not full.startswith(prompt):
         # With thinking off a template may leave the empty block out of what it renders.
@@ -145,7 +158,7 @@ def _turn(conversation: Conversation, renderer: Renderer, index: int, header: in
         if start == len(prompt) or not full.startswith(prompt[:start]):
             raise RowError(f"message {index} does not continue the template's generation prompt")
     stripped = full.rstrip()
-    end_token = next((token for token in renderer.end_tokens if stripped.endswith(token)), None)
+    end_token = next((token for token in end_tokens if stripped.endswith(token)), None)
     end = len(stripped) if end_token and len(stripped) > start else len(full)
     if end_token and full.count(end_token, start) > 1:
         raise RowError(f"message {index} holds the end-of-turn token {end_token} in its text")
@@ -154,8 +167,9 @@ def _turn(conversation: Conversation, renderer: Renderer, index: int, header: in
         head=len(prompt) - header,
         start=start,
         end=end,
-        full=full,
-        supervised=messages[index].supervised,
+        text=full,
+        length=len(full),
+        supervised=message.supervised,
     )
 
 
@@ -166,4 +180,4 @@ def _cut(conversation: Conversation, turns: list[_Turn], turn: _Turn, stable: se
         return 0
     previous = earlier[-1]
     follows_call = conversation.messages[previous.index + 1].role == "tool"
-    return previous.head if follows_call else len(previous.full)
+    return previous.head if follows_call else previous.length

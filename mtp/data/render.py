@@ -7,8 +7,10 @@ too. That is what the served model will see; the loss mask never looks at marker
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,11 @@ import numpy as np
 
 from graft.errors import UserError
 from mtp.data.conversation import Message, RowError
+from mtp.data.template import Memory, PrefixTemplate
 
 THINKING = ("keep", "strip")
+_CHECKED_ONE_IN = 256
+_TOOLS_KEPT = 64  # rows of a source mostly have the same ones
 
 
 class Renderer:
@@ -27,9 +32,10 @@ class Renderer:
         tokenizer: a fast transformers tokenizer.
         thinking: "keep" renders as a server with thinking on, the reasoning included; "strip"
             removes all reasoning and renders as with `enable_thinking=false`.
+        num_checked: texts of `Prefixes` that are compared at first.
     """
 
-    def __init__(self, tokenizer: Any, *, thinking: str = "keep") -> None:
+    def __init__(self, tokenizer: Any, *, thinking: str = "keep", num_checked: int = 32) -> None:
         if thinking not in THINKING:
             raise UserError("thinking 'keep' or 'strip'", f"{thinking!r}", "fix --thinking")
         self.tokenizer = tokenizer
@@ -40,6 +46,10 @@ class Renderer:
             if token.special and token.content.strip()
         )
         self._backend = _untrimmed(tokenizer)
+        self.remembers = True
+        self._num_checked, self._num_prefixes = num_checked, 0
+        self._templates: dict[str, tuple[PrefixTemplate, dict[str, Any]]] = {}
+        self._schemas: dict[tuple[str, ...], list[Any] | None] = {}
 
     def text(
         self,
@@ -53,20 +63,12 @@ class Renderer:
         Raises:
             RowError: the template refuses the conversation; its own words are the reason.
         """
-        from jinja2 import TemplateError
+        with _refusals():
+            return self._apply(messages, tools, add_generation_prompt=generation_prompt)
 
-        conversation = [self._as_dict(message) for message in messages]
-        schemas = [json.loads(tool) for tool in tools]
-        try:
-            return self.tokenizer.apply_chat_template(
-                conversation,
-                tools=schemas or None,
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
-                enable_thinking=self.thinking == "keep",
-            )
-        except (TemplateError, TypeError) as error:  # TypeError: "only item pairs of a mapping"
-            raise RowError(f"the chat template refuses it: {error}") from error
+    def prefixes(self, messages: tuple[Message, ...], tools: tuple[str, ...]) -> Prefixes:
+        """`text` of any number of the first messages, much faster for many."""
+        return Prefixes(self, messages, tools)
 
     def encode(
         self, texts: list[str], *, add_special_tokens: bool
@@ -81,7 +83,51 @@ class Renderer:
             for encoding in encodings
         ]
 
-    def _as_dict(self, message: Message) -> dict[str, Any]:
+    def is_checked(self) -> bool:
+        """Whether the next text of `Prefixes` is to be compared."""
+        self._num_prefixes += 1
+        is_early = self._num_prefixes <= self._num_checked
+        return is_early or self._num_prefixes % _CHECKED_ONE_IN == 0
+
+    def compare(self, found: str, wanted: str) -> None:
+        """Take note of a text of `Prefixes`, and what it should be.
+
+        Raises:
+            RuntimeError: they differ, but earlier ones did not.
+        """
+        if found != wanted:
+            self.remembers = False
+            if self._num_prefixes > self._num_checked:
+                raise RuntimeError(
+                    "the chat template was misunderstood, earlier masks may be wrong: please report"
+                )
+
+    def template(self, tools: tuple[str, ...]) -> tuple[PrefixTemplate, dict[str, Any]]:
+        """The template for rows with these tools, and the values of its other variables."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        source = self.tokenizer.get_chat_template(tools=list(tools) or None)
+        if source not in self._templates:
+            template = PrefixTemplate(source, _compile_jinja_template(source).environment)
+            # Some come from the tokenizer, so transformers is asked for all.
+            names = template.variables - {"messages", "tools", "add_generation_prompt"}
+            asked = (f'"{n}": [{n}] if {n} is defined else []' for n in sorted(names))
+            dumped = "{{ {" + ", ".join(asked) + "} | tojson }}"
+            found = json.loads(self._apply((Message(role="user"),), (), chat_template=dumped))
+            variables = {name: value[0] for name, value in found.items() if value}
+            self._templates[source] = template, variables
+        return self._templates[source]
+
+    def schemas(self, tools: tuple[str, ...]) -> list[Any] | None:
+        """The tools as templates get them."""
+        if tools not in self._schemas:
+            if len(self._schemas) >= _TOOLS_KEPT:
+                self._schemas.clear()
+            self._schemas[tools] = [json.loads(tool) for tool in tools] or None
+        return self._schemas[tools]
+
+    def as_dict(self, message: Message) -> dict[str, Any]:
+        """A message as chat templates know it."""
         rendered: dict[str, Any] = {"role": message.role, "content": message.content}
         if message.name:
             rendered["name"] = message.name
@@ -102,6 +148,71 @@ class Renderer:
                 for call in message.tool_calls
             ]
         return rendered
+
+    def _apply(self, messages: tuple[Message, ...], tools: tuple[str, ...], **settings: Any) -> str:
+        return self.tokenizer.apply_chat_template(
+            [self.as_dict(message) for message in messages],
+            tools=[json.loads(tool) for tool in tools] or None,
+            tokenize=False,
+            enable_thinking=self.thinking == "keep",
+            **settings,
+        )
+
+
+class Prefixes:
+    """The texts of the first messages of one conversation.
+
+    The first ones that a renderer makes, and then one of many, are compared with what transformers
+    makes of the messages. Where the first ones differ, so that this is a template or a version
+    of transformers that is not understood, all are left to transformers.
+    """
+
+    def __init__(
+        self, renderer: Renderer, messages: tuple[Message, ...], tools: tuple[str, ...]
+    ) -> None:
+        self._renderer, self._messages, self._tools = renderer, messages, tools
+        self._memory: Memory | None = None
+
+    def text(self, count: int, *, generation_prompt: bool = False) -> str:
+        """As `Renderer.text` of the first `count` messages.
+
+        Raises:
+            RowError: the template refuses them; its own words are the reason.
+        """
+        renderer = self._renderer
+        is_checked = renderer.is_checked()
+        if not is_checked and renderer.remembers:
+            with _refusals():
+                return self._remembered(count, generation_prompt)
+        wanted = renderer.text(
+            self._messages[:count], self._tools, generation_prompt=generation_prompt
+        )
+        if renderer.remembers:
+            try:
+                found = self._remembered(count, generation_prompt)
+            except Exception as error:
+                found = repr(error)
+            renderer.compare(found, wanted)
+        return wanted
+
+    def _remembered(self, count: int, generation_prompt: bool) -> str:
+        if self._memory is None:
+            self._begin()
+            assert self._memory is not None
+        return self._template.render(
+            self._memory,
+            **self._variables,
+            messages=self._dicts[:count],
+            add_generation_prompt=generation_prompt,
+        )
+
+    def _begin(self) -> None:
+        from transformers.utils.chat_template_utils import _alias_reasoning_fields
+
+        self._template, variables = self._renderer.template(self._tools)
+        self._variables = {**variables, "tools": self._renderer.schemas(self._tools)}
+        self._dicts = _alias_reasoning_fields(list(map(self._renderer.as_dict, self._messages)))
+        self._memory = self._template.new_memory()
 
 
 def load_tokenizer(base: Path) -> Any:
@@ -135,6 +246,17 @@ def tokenizer_fingerprint(base: Path, tokenizer: Any) -> dict[str, str]:
         "tokenizer_sha256": hashlib.sha256((base / "tokenizer.json").read_bytes()).hexdigest(),
         "chat_template_sha256": hashlib.sha256(text.encode()).hexdigest(),
     }
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """A template's refusals as those of a row."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except (TemplateError, TypeError) as error:  # TypeError: "only item pairs of a mapping"
+        raise RowError(f"the chat template refuses it: {error}") from error
 
 
 def _untrimmed(tokenizer: Any) -> Any:

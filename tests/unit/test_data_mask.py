@@ -34,8 +34,11 @@ def supervised(row, renderer):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
-def test_hand_marked(case, tokenizers):
-    renderer = Renderer(tokenizers[case["template"]], thinking=case["thinking"])
+@pytest.mark.parametrize("num_checked", [0, 1000])
+def test_hand_marked(case, num_checked, tokenizers):
+    renderer = Renderer(
+        tokenizers[case["template"]], thinking=case["thinking"], num_checked=num_checked
+    )
     _, conversation = read_row(case["row"])
     rows = render_rows(checked(conversation), renderer)
     assert len(rows) == len(case["rows"])

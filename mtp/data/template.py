@@ -1,0 +1,344 @@
+"""Every prefix of a conversation through one chat template, each turn rendered about once.
+
+The proof of a mask (mask.py) needs the render of each prefix of a conversation. Asked for one by
+one they cost the square of its length, and nearly all of it repeats what was rendered before. Here
+the template itself is what it was, but its loops remember: an iteration that would see the same
+item, neighbours and variables as in an earlier render is not run again, its text and what it left
+in namespaces are taken from memory. All else of the template (what precedes and follows its loops,
+scans of other shapes) runs anew each time, so the result is the template's own, whatever the
+messages say.
+
+What an iteration sees is known from the template's syntax tree (names, macros) and from watching
+it run (`loop.last`, `loop.nextitem`, `messages[loop.index0 + 1]`). A loop that could see more than
+that (`break`, recursion, `loop.length`, an own macro) is left as it is, only slower.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from jinja2 import Environment, Undefined, nodes
+from jinja2.meta import find_undeclared_variables
+from jinja2.runtime import Macro
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+_MEMORY = "remembered_loop"  # the name under which a render gets its memory
+_WATCHED = frozenset(("index", "index0", "first", "last", "previtem", "nextitem"))
+_OF_MACROS = frozenset(("caller", "varargs", "kwargs"))
+_WHOLE_TEMPLATE = (nodes.Block, nodes.Extends, nodes.Include, nodes.Import, nodes.FromImport)
+_OTHER_SCOPES = (nodes.EvalContextModifier, nodes.ContextReference)
+_EVERYTHING = 1 << 60
+
+
+class PrefixTemplate:
+    """A template that is rendered with growing lists of the same messages.
+
+    Args:
+        source: the template.
+        environment: what it is compiled in, its sandbox included.
+
+    Attributes:
+        variables: names of what it wants to be rendered with.
+        num_remembered: its loops that remember.
+    """
+
+    def __init__(self, source: str, environment: Environment) -> None:
+        tree = environment.parse(source)
+        self.variables = find_undeclared_variables(tree) - set(environment.globals)
+        self.num_remembered = 0
+        if _is_flat(tree):
+            rewriter = _Rewriter(tree, self.variables)
+            tree = rewriter.visit(tree)
+            self.num_remembered = rewriter.num_loops
+        self._environment = environment
+        self._compiled = environment.from_string(tree)
+
+    def new_memory(self) -> Memory:
+        """For the renders of one conversation, whose messages must stay the same objects."""
+        return Memory(self._environment)
+
+    def render(self, memory: Memory, **variables: Any) -> str:
+        """What the template makes of the variables.
+
+        Raises:
+            jinja2.TemplateError, TypeError: as the template does.
+        """
+        return self._compiled.render({**variables, _MEMORY: memory.loop})
+
+
+@dataclass(kw_only=True)
+class _Run:
+    """The iterations of one loop, begun with one state of its variables.
+
+    Args:
+        items: what they were over.
+        texts: what each wrote.
+        reaches: for each, the largest index of `items` that it or an earlier one has seen.
+        states: the namespaces after each, by place and name.
+    """
+
+    items: list[Any] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    reaches: list[int] = field(default_factory=list)
+    states: list[list[dict[str, Any]]] = field(default_factory=list)
+
+    def num_valid(self, items: list[Any]) -> int:
+        """Iterations that would see in `items` what they saw."""
+        same = list(map(operator.is_, self.items, items))
+        common = len(same) if all(same) else same.index(False)
+        if common == len(self.items) == len(items):
+            return len(self.texts)
+        return bisect_left(self.reaches, common)
+
+    def cut(self, num_valid: int, items: list[Any]) -> None:
+        """Forget later iterations."""
+        for column in (self.texts, self.reaches, self.states):
+            del column[num_valid:]
+        self.items = items
+
+
+class Memory:
+    """What the loops of a template did for the prefixes of one conversation."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self._runs: dict[Any, _Run] = {}
+        self._kept: dict[int, Any] = {}  # so that no id is given to a second object
+
+    def loop(self, site: int, iterable: Any, seen: list[Any], *, caller: Macro) -> str:
+        """What a loop of the template writes.
+
+        Args:
+            site: which loop.
+            iterable: what it is over.
+            seen: the values of all variables that its body can see.
+            caller: runs the body for an item, with `loop` and, if it looks at neighbours that
+                way, `messages`.
+        """
+        items = list(iterable)
+        run = self._runs.setdefault((site, *map(self._frozen, seen)), _Run())
+        spaces = [value for value in seen if isinstance(value, Namespace)]
+        start = run.num_valid(items)
+        run.cut(start, items)
+        if start and spaces:
+            for space, state in zip(spaces, run.states[-1], strict=True):
+                for name, value in state.items():
+                    space[name] = value
+        reach = run.reaches[-1] if run.reaches else -1
+        for position in range(start, len(items)):
+            loop = _Loop(items, position, self._environment)
+            text = str(caller(items[position], loop, _Neighbours(loop)))
+            reach = max(reach, loop.reach)
+            run.texts.append(text)
+            run.reaches.append(reach)
+            run.states.append([dict(_attributes(space)) for space in spaces])
+        return "".join(run.texts)
+
+    def _frozen(self, value: Any) -> Any:
+        """Equal for values between which no template can tell."""
+        if value is None or type(value) in (str, int, float, bool):
+            return type(value), value
+        if isinstance(value, Undefined):
+            return Undefined
+        if isinstance(value, Namespace):
+            pairs = _attributes(value).items()
+            # One inside another could be changed without being seen here: equal to nothing.
+            return Namespace, tuple(
+                (name, object() if isinstance(inner, Namespace) else self._frozen(inner))
+                for name, inner in pairs
+            )
+        self._kept[id(value)] = value
+        return "object", id(value)
+
+
+class _Loop:
+    """A loop's `loop`, which notes how far ahead it was asked."""
+
+    def __init__(self, items: list[Any], index0: int, environment: Environment) -> None:
+        self._items, self._environment = items, environment
+        self.index0 = self.reach = index0
+
+    @property
+    def index(self) -> int:
+        return self.index0 + 1
+
+    @property
+    def first(self) -> bool:
+        return self.index0 == 0
+
+    @property
+    def last(self) -> bool:
+        self.reach = max(self.reach, self.index0 + 1)
+        return self.index0 + 1 == len(self._items)
+
+    @property
+    def previtem(self) -> Any:
+        if self.first:
+            return self._environment.undefined("there is no previous item")
+        return self._items[self.index0 - 1]
+
+    @property
+    def nextitem(self) -> Any:
+        if self.last:
+            return self._environment.undefined("there is no next item")
+        return self._items[self.index0 + 1]
+
+    def at(self, index: int) -> Any:
+        """The item there; from the end, if negative, and then nothing can be remembered."""
+        self.reach = max(self.reach, index if index >= 0 else _EVERYTHING)
+        return self._items[index]
+
+
+class _Neighbours:
+    """`messages` in the body of a loop over it that only asks for `messages[loop.index0 + 1]`."""
+
+    def __init__(self, loop: _Loop) -> None:
+        self._loop = loop
+
+    def __getitem__(self, index: int) -> Any:
+        return self._loop.at(index)
+
+
+def _attributes(space: Namespace) -> dict[str, Any]:
+    return object.__getattribute__(space, "_Namespace__attrs")
+
+
+class _Rewriter(NodeTransformer):
+    """Puts `{% call(item, loop, messages) remembered_loop(...) %}` in the place of loops."""
+
+    def __init__(self, tree: nodes.Template, variables: set[str]) -> None:
+        self.num_loops = 0
+        macros = list(tree.find_all(nodes.Macro))
+        # A macro may be called from a body, and sees the template's variables too.
+        self._names_of_macros = set().union(*map(_names, macros)) - {"loop"}
+        # All else is local to a body or a macro, a macro, or a global: always the same.
+        self._changing = variables | _assigned(tree)
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
+        """Left alone: it may run in any loop."""
+        return node
+
+    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
+        """Left alone, as macros are."""
+        return node
+
+    def visit_For(self, node: Any) -> nodes.Node:
+        """Loops inside of it are part of its iterations."""
+        body = nodes.Scope(node.body)
+        if not _is_watchable(node, body):
+            return node
+        own = {"loop", node.target.name}
+        if _asks_for_neighbours_only(node.iter, body):
+            own.add("messages")
+        seen = sorted(((_names(body) - own) | self._names_of_macros) & self._changing)
+        if "messages" in seen:
+            return node  # another list in each render: nothing could be remembered
+        self.num_loops += 1
+        arguments = [
+            nodes.Const(self.num_loops),
+            node.iter,
+            nodes.List([nodes.Name(name, "load") for name in seen]),
+        ]
+        parameters = [node.target.name, "loop", "messages" if "messages" in own else "_messages"]
+        return nodes.CallBlock(
+            nodes.Call(nodes.Name(_MEMORY, "load"), arguments, [], None, None),
+            [nodes.Name(name, "param") for name in parameters],
+            [],
+            node.body,
+        ).set_lineno(node.lineno)
+
+
+def _is_flat(tree: nodes.Template) -> bool:
+    """Whether a template has no parts elsewhere, and each macro is always the same one."""
+    if any(True for _ in tree.find_all(_WHOLE_TEMPLATE)):
+        return False
+    macros = [node.name for node in tree.body if isinstance(node, nodes.Macro)]
+    fixed = len(set(macros)) == len(macros) == len(list(tree.find_all(nodes.Macro)))
+    return fixed and not set(macros) & _assigned(tree)
+
+
+def _assigned(node: nodes.Node) -> set[str]:
+    """Names that a template gives values to, outside of its macros."""
+    names = set()
+    for child in node.iter_child_nodes():
+        if isinstance(child, nodes.Name) and child.ctx in ("store", "param"):
+            names.add(child.name)
+        if not isinstance(child, nodes.Macro):
+            names |= _assigned(child)
+    return names
+
+
+def _is_watchable(node: nodes.For, body: nodes.Scope) -> bool:
+    """Whether all that an iteration can see and do is known."""
+    if node.recursive or node.test is not None or node.else_:
+        return False
+    if not isinstance(node.target, nodes.Name) or node.target.name in ("loop", "messages"):
+        return False
+    # A list from its end has nothing in common with a longer one.
+    if any(part.step is not None for part in node.iter.find_all(nodes.Slice)):
+        return False
+    if _names(body) & _OF_MACROS or any(True for _ in body.find_all(_OTHER_SCOPES)):
+        return False
+    jumps = any(type(inner).__name__ in ("Break", "Continue") for inner in _of_this_loop(body))
+    return not jumps and all(_loop_attribute(inner) in _WATCHED for inner in _loop_uses(body))
+
+
+def _of_this_loop(node: nodes.Node) -> Iterator[Any]:
+    """All nodes inside in which `loop` and `break` are this loop's."""
+    for child in node.iter_child_nodes():
+        yield child
+        if isinstance(child, nodes.For):
+            yield from _of_this_loop(nodes.Scope([nodes.Output([child.iter])]))
+        else:
+            yield from _of_this_loop(child)
+
+
+def _loop_uses(body: nodes.Node) -> Iterator[Any]:
+    """The node around each `loop`: that which takes an attribute of it, else None."""
+    of_attributes = set()
+    for node in _of_this_loop(body):
+        if _loop_attribute(node):
+            of_attributes.add(id(node.node))
+            yield node
+    for node in _of_this_loop(body):
+        if isinstance(node, nodes.Name) and node.name == "loop" and id(node) not in of_attributes:
+            yield None
+
+
+def _loop_attribute(node: Any) -> str:
+    """The attribute that a node takes of `loop`, else ""."""
+    named = isinstance(node, nodes.Getattr | nodes.Getitem) and isinstance(node.node, nodes.Name)
+    if not named or node.node.name != "loop":
+        return ""
+    if isinstance(node, nodes.Getattr):
+        return node.attr
+    return str(node.arg.value) if isinstance(node.arg, nodes.Const) else ""
+
+
+def _asks_for_neighbours_only(iterable: nodes.Node, body: nodes.Scope) -> bool:
+    """Whether a loop over `messages` uses that list only as `messages[loop.index0 + 1]`."""
+    if not (isinstance(iterable, nodes.Name) and iterable.name == "messages"):
+        return False
+    neighbours = [
+        node.node
+        for node in _of_this_loop(body)
+        if isinstance(node, nodes.Getitem)
+        and isinstance(node.node, nodes.Name)
+        and isinstance(node.arg, nodes.Add | nodes.Sub)
+        and _loop_attribute(node.arg.left) in ("index", "index0")
+        and isinstance(node.arg.right, nodes.Const)
+        and isinstance(node.arg.right.value, int)
+    ]
+    uses = [name for name in body.find_all(nodes.Name) if name.name == "messages"]
+    return {id(name) for name in uses} <= {id(name) for name in neighbours}
+
+
+def _names(node: nodes.Node) -> set[str]:
+    """All names that stand inside a node, those of namespaces that it sets included."""
+    found: Iterator[Any] = node.find_all((nodes.Name, nodes.NSRef))
+    return {name.name for name in found}
