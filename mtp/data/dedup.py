@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from mtp.data.conversation import Conversation, Document
-from mtp.data.ngrams import mixed, ngram_hashes, texts_of, word_hashes
+from mtp.data.ngrams import joined_hashes, mixed, ngram_hashes, texts_of, word_hashes
 
 WORDS, BANDS, ROWS_A_BAND = 5, 14, 8
 NUM_KEYS = BANDS + 1
@@ -40,9 +40,7 @@ def group_keys(item: Conversation | Document) -> np.ndarray:
         for start in range(0, len(shingles), _SHINGLES_AT_ONCE):
             some = shingles[None, start : start + _SHINGLES_AT_ONCE] * _FACTORS + _OFFSETS
             np.minimum(smallest, some.min(axis=1), out=smallest)
-        for band in range(BANDS):
-            rows = smallest[band * ROWS_A_BAND : (band + 1) * ROWS_A_BAND]
-            keys[band] = ngram_hashes(mixed(rows), ROWS_A_BAND)[0]
+        keys[:BANDS] = joined_hashes(mixed(smallest).reshape(BANDS, ROWS_A_BAND).T)
     if isinstance(item, Conversation):
         request = word_hashes(next(texts_of(item, of_user_only=True), ""))
         if len(request) >= _MIN_REQUEST_WORDS:

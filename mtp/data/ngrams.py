@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -53,10 +53,14 @@ def ngram_hashes(hashes: np.ndarray, n: int) -> np.ndarray:
     count = len(hashes) - n + 1
     if count <= 0:
         return np.empty(0, dtype=np.uint64)
-    total = np.zeros(count, dtype=np.uint64)
-    for start in range(n):
-        total *= _BASE
-        total += hashes[start : start + count]
+    return joined_hashes([hashes[start : start + count] for start in range(n)])
+
+
+def joined_hashes(columns: Iterable[np.ndarray]) -> np.ndarray:
+    """[N] uint64, one for each row of columns of [N] uint64."""
+    total = np.zeros(1, dtype=np.uint64)
+    for column in columns:
+        total = total * _BASE + column
     return mixed(total)
 
 

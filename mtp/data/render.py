@@ -7,20 +7,21 @@ too. That is what the served model will see; the loss mask never looks at marker
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from graft.errors import UserError
 from mtp.data.conversation import Message, RowError
-from mtp.data.template import Memory, PrefixTemplate
+from mtp.data.encode import Encoder
+from mtp.data.template import CHANGING, Memory, PrefixTemplate, wanted_variables
 
 THINKING = ("keep", "strip")
+_REFUSALS = (TemplateError, TypeError)  # TypeError: "can only get item pairs from a mapping"
 _CHECKED_ONE_IN = 256
 _TOOLS_KEPT = 64  # rows of a source mostly have the same ones
 
@@ -45,10 +46,10 @@ class Renderer:
             for token in tokenizer.added_tokens_decoder.values()
             if token.special and token.content.strip()
         )
-        self._backend = _untrimmed(tokenizer)
+        self._encoder = Encoder(tokenizer)
         self.remembers = True
         self._num_checked, self._num_prefixes = num_checked, 0
-        self._templates: dict[str, tuple[PrefixTemplate, dict[str, Any]]] = {}
+        self._templates: dict[str, PrefixTemplate] = {}
         self._schemas: dict[tuple[str, ...], list[Any] | None] = {}
 
     def text(
@@ -63,8 +64,10 @@ class Renderer:
         Raises:
             RowError: the template refuses the conversation; its own words are the reason.
         """
-        with _refusals():
+        try:
             return self._apply(messages, tools, add_generation_prompt=generation_prompt)
+        except _REFUSALS as error:
+            raise _refusal(error) from error
 
     def prefixes(self, messages: tuple[Message, ...], tools: tuple[str, ...]) -> Prefixes:
         """`text` of any number of the first messages, much faster for many."""
@@ -74,14 +77,7 @@ class Renderer:
         self, texts: list[str], *, add_special_tokens: bool
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """(ids [T] int32, character offsets [T, 2] int64) of each text, on all cores."""
-        encodings = self._backend.encode_batch(texts, add_special_tokens=add_special_tokens)
-        return [
-            (
-                np.asarray(encoding.ids, dtype=np.int32),
-                np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2),
-            )
-            for encoding in encodings
-        ]
+        return self._encoder.encode(texts, add_special_tokens=add_special_tokens)
 
     def is_checked(self) -> bool:
         """Whether the next text of `Prefixes` is to be compared."""
@@ -102,20 +98,20 @@ class Renderer:
                     "the chat template was misunderstood, earlier masks may be wrong: please report"
                 )
 
-    def template(self, tools: tuple[str, ...]) -> tuple[PrefixTemplate, dict[str, Any]]:
-        """The template for rows with these tools, and the values of its other variables."""
+    def template(self, tools: tuple[str, ...]) -> PrefixTemplate:
+        """The template for rows with these tools."""
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         source = self.tokenizer.get_chat_template(tools=list(tools) or None)
         if source not in self._templates:
-            template = PrefixTemplate(source, _compile_jinja_template(source).environment)
-            # Some come from the tokenizer, so transformers is asked for all.
-            names = template.variables - {"messages", "tools", "add_generation_prompt"}
+            environment = _compile_jinja_template(source).environment
+            # Some variables come from the tokenizer, so transformers is asked for all.
+            names = wanted_variables(source, environment) - CHANGING
             asked = (f'"{n}": [{n}] if {n} is defined else []' for n in sorted(names))
             dumped = "{{ {" + ", ".join(asked) + "} | tojson }}"
             found = json.loads(self._apply((Message(role="user"),), (), chat_template=dumped))
             variables = {name: value[0] for name, value in found.items() if value}
-            self._templates[source] = template, variables
+            self._templates[source] = PrefixTemplate(source, environment, variables)
         return self._templates[source]
 
     def schemas(self, tools: tuple[str, ...]) -> list[Any] | None:
@@ -172,6 +168,7 @@ class Prefixes:
     ) -> None:
         self._renderer, self._messages, self._tools = renderer, messages, tools
         self._memory: Memory | None = None
+        self._latest: tuple[tuple[int, bool], str] | None = None
 
     def text(self, count: int, *, generation_prompt: bool = False) -> str:
         """As `Renderer.text` of the first `count` messages.
@@ -180,10 +177,20 @@ class Prefixes:
             RowError: the template refuses them; its own words are the reason.
         """
         renderer = self._renderer
-        is_checked = renderer.is_checked()
-        if not is_checked and renderer.remembers:
-            with _refusals():
-                return self._remembered(count, generation_prompt)
+        asked = count, generation_prompt
+        if self._latest is not None and self._latest[0] == asked:
+            return self._latest[1]
+        if not renderer.remembers or renderer.is_checked():
+            return self._compared(count, generation_prompt)
+        try:
+            self._latest = asked, self._remembered(count, generation_prompt)
+        except _REFUSALS as error:
+            raise _refusal(error) from error
+        return self._latest[1]
+
+    def _compared(self, count: int, generation_prompt: bool) -> str:
+        """The text as transformers makes it, whatever else is found."""
+        renderer = self._renderer
         wanted = renderer.text(
             self._messages[:count], self._tools, generation_prompt=generation_prompt
         )
@@ -199,18 +206,16 @@ class Prefixes:
         if self._memory is None:
             self._begin()
             assert self._memory is not None
+        messages = self._dicts[:count]
         return self._template.render(
-            self._memory,
-            **self._variables,
-            messages=self._dicts[:count],
-            add_generation_prompt=generation_prompt,
+            self._memory, messages, self._schemas, prompt=generation_prompt
         )
 
     def _begin(self) -> None:
         from transformers.utils.chat_template_utils import _alias_reasoning_fields
 
-        self._template, variables = self._renderer.template(self._tools)
-        self._variables = {**variables, "tools": self._renderer.schemas(self._tools)}
+        self._template = self._renderer.template(self._tools)
+        self._schemas = self._renderer.schemas(self._tools)
         self._dicts = _alias_reasoning_fields(list(map(self._renderer.as_dict, self._messages)))
         self._memory = self._template.new_memory()
 
@@ -248,39 +253,5 @@ def tokenizer_fingerprint(base: Path, tokenizer: Any) -> dict[str, str]:
     }
 
 
-@contextlib.contextmanager
-def _refusals() -> Iterator[None]:
-    """A template's refusals as those of a row."""
-    from jinja2 import TemplateError
-
-    try:
-        yield
-    except (TemplateError, TypeError) as error:  # TypeError: "only item pairs of a mapping"
-        raise RowError(f"the chat template refuses it: {error}") from error
-
-
-def _untrimmed(tokenizer: Any) -> Any:
-    """The tokenizer's Rust backend, with offsets that cover each token's whitespace too.
-
-    Byte-level post-processors may report offsets without leading and trailing whitespace; a
-    token "\\n" would then seem empty, and a token over a span's edge would seem to be inside.
-    """
-    from tokenizers import Tokenizer
-
-    specification = json.loads(tokenizer.backend_tokenizer.to_str())
-
-    def switch_off(node: Any) -> None:
-        if isinstance(node, dict):
-            if "trim_offsets" in node:
-                node["trim_offsets"] = False
-            for child in node.values():
-                switch_off(child)
-        elif isinstance(node, list):
-            for child in node:
-                switch_off(child)
-
-    switch_off(specification["post_processor"])
-    backend = Tokenizer.from_str(json.dumps(specification))
-    backend.no_padding()
-    backend.no_truncation()
-    return backend
+def _refusal(error: Exception) -> RowError:
+    return RowError(f"the chat template refuses it: {error}")

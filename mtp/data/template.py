@@ -33,6 +33,12 @@ _OF_MACROS = frozenset(("caller", "varargs", "kwargs"))
 _WHOLE_TEMPLATE = (nodes.Block, nodes.Extends, nodes.Include, nodes.Import, nodes.FromImport)
 _OTHER_SCOPES = (nodes.EvalContextModifier, nodes.ContextReference)
 _EVERYTHING = 1 << 60
+CHANGING = frozenset(("messages", "tools", "add_generation_prompt"))
+
+
+def wanted_variables(source: str, environment: Environment) -> set[str]:
+    """Names that a template may ask for, without those that its environment knows."""
+    return find_undeclared_variables(environment.parse(source)) - set(environment.globals)
 
 
 class PrefixTemplate:
@@ -41,34 +47,45 @@ class PrefixTemplate:
     Args:
         source: the template.
         environment: what it is compiled in, its sandbox included.
+        variables: those that never change; `messages`, `tools` and `add_generation_prompt` may.
 
     Attributes:
-        variables: names of what it wants to be rendered with.
-        num_remembered: its loops that remember.
+        num_remembered: loops that remember.
     """
 
-    def __init__(self, source: str, environment: Environment) -> None:
+    def __init__(self, source: str, environment: Environment, variables: dict[str, Any]) -> None:
         tree = environment.parse(source)
-        self.variables = find_undeclared_variables(tree) - set(environment.globals)
         self.num_remembered = 0
         if _is_flat(tree):
-            rewriter = _Rewriter(tree, self.variables)
+            rewriter = _Rewriter(tree)
             tree = rewriter.visit(tree)
             self.num_remembered = rewriter.num_loops
         self._environment = environment
         self._compiled = environment.from_string(tree)
+        self._variables = {**self._compiled.globals, **variables}
 
     def new_memory(self) -> Memory:
         """For the renders of one conversation, whose messages must stay the same objects."""
         return Memory(self._environment)
 
-    def render(self, memory: Memory, **variables: Any) -> str:
-        """What the template makes of the variables.
+    def render(
+        self, memory: Memory, messages: list[Any], tools: list[Any] | None, *, prompt: bool
+    ) -> str:
+        """What the template makes of its variables and these.
 
         Raises:
             jinja2.TemplateError, TypeError: as the template does.
         """
-        return self._compiled.render({**variables, _MEMORY: memory.loop})
+        variables = {
+            **self._variables,
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": prompt,
+            _MEMORY: memory.loop,
+        }
+        # As `Template.render`, which would copy the variables once more.
+        context = self._compiled.new_context(variables, shared=True)
+        return "".join(self._compiled.root_render_func(context))
 
 
 @dataclass(kw_only=True)
@@ -89,6 +106,8 @@ class _Run:
 
     def num_valid(self, items: list[Any]) -> int:
         """Iterations that would see in `items` what they saw."""
+        if not self.texts:
+            return 0
         same = list(map(operator.is_, self.items, items))
         common = len(same) if all(same) else same.index(False)
         if common == len(self.items) == len(items):
@@ -97,8 +116,9 @@ class _Run:
 
     def cut(self, num_valid: int, items: list[Any]) -> None:
         """Forget later iterations."""
-        for column in (self.texts, self.reaches, self.states):
-            del column[num_valid:]
+        if num_valid < len(self.texts):
+            for column in (self.texts, self.reaches, self.states):
+                del column[num_valid:]
         self.items = items
 
 
@@ -121,7 +141,10 @@ class Memory:
                 way, `messages`.
         """
         items = list(iterable)
-        run = self._runs.setdefault((site, *map(self._frozen, seen)), _Run())
+        key = (site, *map(self._frozen, seen)) if seen else site
+        run = self._runs.get(key)
+        if run is None:
+            run = self._runs[key] = _Run()
         spaces = [value for value in seen if isinstance(value, Namespace)]
         start = run.num_valid(items)
         run.cut(start, items)
@@ -211,13 +234,13 @@ def _attributes(space: Namespace) -> dict[str, Any]:
 class _Rewriter(NodeTransformer):
     """Puts `{% call(item, loop, messages) remembered_loop(...) %}` in the place of loops."""
 
-    def __init__(self, tree: nodes.Template, variables: set[str]) -> None:
+    def __init__(self, tree: nodes.Template) -> None:
         self.num_loops = 0
         macros = list(tree.find_all(nodes.Macro))
         # A macro may be called from a body, and sees the template's variables too.
         self._names_of_macros = set().union(*map(_names, macros)) - {"loop"}
-        # All else is local to a body or a macro, a macro, or a global: always the same.
-        self._changing = variables | _assigned(tree)
+        # All else is local to a body or a macro, or always the same.
+        self._changing = CHANGING | _assigned(tree)
 
     def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
         """Left alone: it may run in any loop."""
@@ -263,12 +286,12 @@ def _is_flat(tree: nodes.Template) -> bool:
 
 
 def _assigned(node: nodes.Node) -> set[str]:
-    """Names that a template gives values to, outside of its macros."""
+    """Names that a template gives values to, outside of its loops and macros."""
     names = set()
     for child in node.iter_child_nodes():
         if isinstance(child, nodes.Name) and child.ctx in ("store", "param"):
             names.add(child.name)
-        if not isinstance(child, nodes.Macro):
+        if not isinstance(child, nodes.For | nodes.Macro | nodes.CallBlock):
             names |= _assigned(child)
     return names
 
