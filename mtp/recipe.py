@@ -133,6 +133,54 @@ class LossRecipe(LossTerms):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DSparkRecipe:
+    """The other draft (`mtp train --draft dspark`); defaults are those of the reference.
+
+    num_layers: of the draft.
+    block_size: tokens that one pass drafts.
+    num_speculative_tokens: of them, how many are served and measured.
+    draft_vocab_size: the most frequent supervised tokens; at most the base's vocabulary.
+    aux_layers: base layers whose output is read, by the number of layers finished; none takes 9, 19
+        and 29 of 40, scaled to the base's depth.
+    full_attention_layers: draft layers (from 0) that see all that is before, the others a window.
+    sliding_window: keys that a query of those sees.
+    mask_token_id: 0 takes an embedding that no token uses, or padding.
+    markov_rank: of the bias by the token before.
+    max_anchors: blocks of one row and step, drawn anew each step; 0 takes all.
+    ce, tv: weights of the cross-entropy and of the total variation distance.
+    confidence: weight of the confidence head's loss.
+    decay: slot k weighs exp(-k / decay).
+    train_lm_head: whether the output matrix learns too, or stays the base's.
+    eval_rows: held-out rows for the reference's teacher-forced table.
+    """
+
+    num_layers: int = 3
+    block_size: int = 8
+    num_speculative_tokens: int = 7
+    draft_vocab_size: int = 32000
+    aux_layers: tuple[int, ...] = ()
+    full_attention_layers: tuple[int, ...] = ()
+    sliding_window: int = 2048
+    mask_token_id: int = 0
+    markov_rank: int = 256
+    max_anchors: int = 3072
+    ce: float = 0.1
+    tv: float = 0.9
+    confidence: float = 1.0
+    decay: float = 4.0
+    train_lm_head: bool = False
+    eval_rows: int = 64
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_speculative_tokens <= self.block_size:
+            raise UserError(
+                f"dspark.num_speculative_tokens of 1 to block_size, {self.block_size}",
+                str(self.num_speculative_tokens),
+                "correct the recipe",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainRecipe:
     """How a draft is trained; the learning rate warms up over warmup_steps, then falls as a cosine.
 
@@ -240,6 +288,7 @@ class Recipe:
     head: HeadRecipe = field(default_factory=HeadRecipe)
     loss: LossRecipe = field(default_factory=LossRecipe)
     teacher: TeacherRecipe = field(default_factory=TeacherRecipe)
+    dspark: DSparkRecipe = field(default_factory=DSparkRecipe)
     train: TrainRecipe = field(default_factory=TrainRecipe)
     eval: EvalRecipe = field(default_factory=EvalRecipe)
     quantize: QuantizeRecipe = field(default_factory=QuantizeRecipe)
@@ -256,7 +305,8 @@ ABOVE_ZERO = {
     "num_layers", "num_hidden_layers", "hidden_size", "tokens_per_batch", "learning_rate",
     "position_decay", "max_gradient_norm", "num_prompts", "max_prompt_tokens", "num_tokens",
     "rows_per_step", "row_length", "full_attention_interval", "calibration_tokens", "temperature",
-    "until", "probe_every", "favourites", "max_repeats", "keep_checkpoints",
+    "until", "probe_every", "favourites", "max_repeats", "keep_checkpoints", "block_size",
+    "draft_vocab_size", "sliding_window", "markov_rank", "decay",
 }  # fmt: skip
 
 

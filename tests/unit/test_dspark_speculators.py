@@ -1,0 +1,103 @@
+"""Against speculators 0.9.0 itself, where it is installed (its caps on torch and transformers keep
+it out of the development environment): PYTHONPATH=folder of `pip install --target`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from dspark_tiny import random_draft, random_inputs, tiny_config
+
+from mtp.dspark.config import to_json
+from mtp.recipe import DSparkRecipe
+
+speculators = pytest.importorskip(
+    "speculators.models.dspark", reason="speculators 0.9.0 is not installed", exc_type=ImportError
+)
+
+
+def their_model(config, ours, embedding):
+    values = to_json(config, verifier="none", verifier_architectures=["Qwen3ForCausalLM"])
+    values["speculators_config"]["verifier"]["name_or_path"] = None
+    their_config = speculators.DSparkSpeculatorConfig.model_validate(values)
+    their_config.transformer_layer_config._attn_implementation = "sdpa"
+    model = speculators.DSparkDraftModel(their_config).eval()
+    found = model.load_state_dict(ours.state_dict(), strict=False)
+    assert not found.unexpected_keys
+    assert set(found.missing_keys) <= {
+        "embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight", "t2d", "d2t"
+    }  # fmt: skip
+    model.embed_tokens.weight.data.copy_(embedding)
+    model.verifier_lm_head.weight.data.zero_()
+    return model
+
+
+@pytest.mark.parametrize(
+    "layer_types",
+    [("sliding_attention",) * 3, ("sliding_attention", "full_attention"), ("full_attention",)],
+)
+def test_logits_and_confidence_equal_theirs_in_float32(layer_types):
+    config = tiny_config(layer_types=layer_types)
+    ours = random_draft(config)
+    num_tokens, size = 13, config.block_size
+    anchors = torch.tensor([[2, 5, 6, 8]])
+    ids, aux, embedding, blocks = random_inputs(config, 1, num_tokens, anchors)
+    theirs = their_model(config, ours, embedding)
+    mask = torch.zeros(1, num_tokens)
+    mask[0, anchors[0]] = 1
+    with torch.no_grad():
+        hidden, logits, _, _, indices = theirs._backbone_forward(
+            aux, ids, mask, torch.zeros(1, num_tokens, config.hidden_size),
+            torch.zeros(1, num_tokens, dtype=torch.long), max_anchors=4,
+        )  # fmt: skip
+        assert torch.equal(indices.view(4, size)[:, 0], anchors[0])
+        previous = ids[0, indices].view(4, size)
+        bias = theirs.markov_head.block_bias(
+            prev_token_ids=previous, hidden_states=hidden.view(4, size, -1)
+        )
+        wanted = logits.view(4, size, -1) + bias
+        features = torch.cat(
+            [hidden.view(4, size, -1), theirs.markov_head.prev_embeddings(previous)], dim=-1
+        )
+        confidence = theirs.confidence_head(features)
+        found = ours(aux, F.embedding(blocks, embedding), anchors)[0]
+        torch.testing.assert_close(ours.logits(found, previous), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            ours.confidence(found, previous), confidence, rtol=1e-5, atol=1e-5
+        )
+        # A different theta is seen: the comparison reaches positions.
+        other = random_draft(tiny_config(
+            layer_types=layer_types, rope_parameters={"rope_type": "default", "rope_theta": 90.0}
+        ))  # fmt: skip
+        moved = other(aux, F.embedding(blocks, embedding), anchors)[0]
+        assert (other.logits(moved, previous) - wanted).abs().max() > 1e-3
+
+
+def test_past_the_window_the_trainer_and_the_engine_differ():
+    """Theirs lets all slots see `sliding_window` tokens before the anchor; vLLM counts from the
+    slot, itself included, and so do we (see mtp/dspark/model.py)."""
+    config = tiny_config(layer_types=("sliding_attention",), sliding_window=5)
+    ours = random_draft(config)
+    anchors = torch.tensor([[8]])
+    ids, aux, embedding, blocks = random_inputs(config, 1, 13, anchors)
+    theirs = their_model(config, ours, embedding)
+    mask = torch.zeros(1, 13)
+    mask[0, 8] = 1
+    with torch.no_grad():
+        hidden = theirs._backbone_forward(
+            aux, ids, mask, torch.zeros(1, 13, config.hidden_size),
+            torch.zeros(1, 13, dtype=torch.long), max_anchors=1,
+        )[0]  # fmt: skip
+        found = ours(aux, F.embedding(blocks, embedding), anchors)[0]
+    assert (hidden.view(4, -1) - found[0]).abs().max() > 1e-3
+
+
+def test_their_defaults_are_ours():
+    theirs, ours = speculators.DSparkSpeculatorConfig(), DSparkRecipe()
+    for name in ("markov_rank", "block_size", "draft_vocab_size"):
+        assert getattr(theirs, name) == getattr(ours, name)
+    assert theirs.sample_from_anchor
+    assert theirs.markov_head_type == "vanilla"
