@@ -45,7 +45,7 @@ def staged_folder(
     finished = False
     try:
         _make_parent(parent)
-        with _locked(parent / f".{name}.lock", out):
+        with locked(parent / f".{name}.lock", out):
             _clean_up(parent, name)
             # Another run may have made it between the first look and the lock.
             check_output(out, overwrite=overwrite, sources=sources, mark=mark)
@@ -152,7 +152,12 @@ def _make_parent(parent: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(lock: Path, out: Path) -> Iterator[None]:
+def locked(lock: Path, out: Path) -> Iterator[None]:
+    """Hold a lock file that dies with the process; `out` is what it keeps others from writing.
+
+    Raises:
+        UserError: another process holds it, or there can be none.
+    """
     while True:
         try:
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -74,10 +74,11 @@ def held_out_text(
         source if isinstance(source, Teacher) else Teacher.load(base, device=str(source.device))
     )
     text = continue_prompts(teacher, prompts, recipe.eval.num_tokens, num_steps)
-    del teacher
-    gc.collect()  # a model is full of cycles
-    if source.device.type == "cuda":
-        torch.cuda.empty_cache()
+    if teacher is not source:
+        del teacher
+        gc.collect()  # a model is full of cycles
+        if source.device.type == "cuda":
+            torch.cuda.empty_cache()
     if path is not None and write:
         _write(path, text)
     return text

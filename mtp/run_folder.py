@@ -14,7 +14,6 @@ Only one process at a time may have it open; a lock that dies with the process s
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -24,11 +23,12 @@ from typing import Any
 
 from graft.errors import UserError
 from graft.index import read_json, write_json
+from graft.staging import locked
 from mtp.checkpoint import read_state
 from mtp.history import HISTORY, HISTORY_SCHEMA, read_history
 
 SCHEMA_VERSION = 1
-LOCK, IDENTITY, RECIPE = "lock", "run.json", "recipe.toml"
+LOCK, IDENTITY, RECIPE = ".lock", "run.json", "recipe.toml"
 CHECKPOINTS, BEST = "checkpoints", "best"
 # Keys that a resumed run may change: they decide how a step is computed and what is kept of it.
 FREE_KEYS = {
@@ -126,8 +126,15 @@ def check_run(path: Path, *, resume: bool, overwrite: bool) -> None:
 
     Raises:
         UserError: checkpoints are there and neither resume nor overwrite was asked for, or resume
-            was and the run has finished.
+            was and the run has finished; or the folder is no run's, and would be emptied.
     """
+    strangers = [item.name for item in path.iterdir() if item.name != LOCK] if path.is_dir() else []
+    if strangers and not (path / IDENTITY).is_file():
+        raise UserError(
+            f"a run's folder at {path} (with {IDENTITY}), or none",
+            f"{', '.join(sorted(strangers)[:3])}",
+            "choose another --out, or remove that folder yourself",
+        )
     if RunFolder(path).checkpoints() and not resume and not overwrite:
         raise UserError(
             "no unfinished run",
@@ -168,21 +175,16 @@ def open_run(
         yield run
         return
     path.mkdir(parents=True, exist_ok=True)
-    with (path / LOCK).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"no other run in {path}", "one that holds its lock", "wait for it to end"
-            ) from error
+    with locked(path / LOCK, path):
         if resume and run.checkpoints():
             _require_same(read_json(path / IDENTITY), identity, path)
         else:
             _empty(path)
+        # First, since it tells this folder from somebody else's.
+        write_json(path / IDENTITY, {"schema_version": SCHEMA_VERSION, **identity})
         (path / CHECKPOINTS).mkdir(exist_ok=True)
         (path / BEST).mkdir(exist_ok=True)
         (path / RECIPE).write_text(recipe_text)
-        write_json(path / IDENTITY, {"schema_version": SCHEMA_VERSION, **identity})
         yield run
 
 
@@ -212,7 +214,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _empty(path: Path) -> None:
     for item in path.iterdir():
-        if item.name == LOCK:
+        if item.name in (LOCK, IDENTITY):
             continue
         if item.is_dir() and not item.is_symlink():
             shutil.rmtree(item)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from graft.errors import UserError
-from graft.manifest import base_fingerprint
+from graft.manifest import HEAD_METADATA, base_fingerprint
 from graft.reader import Checkpoint
 from graft.staging import check_output, staged_folder
 from mtp import __version__
@@ -130,7 +130,7 @@ def train(
     """
     cache = recipe.teacher.cache_folder
     sources = [base, data, *([cache] if cache else [])]
-    check_output(out, overwrite=overwrite, sources=sources)
+    check_output(out, overwrite=overwrite, sources=sources, mark=HEAD_METADATA)
     check_run(run_path(out), resume=resume, overwrite=overwrite)
     checkpoint = Checkpoint(base)
     checkpoint.require_supported()
@@ -335,7 +335,9 @@ def finish(
     assert best is not None
     complete = state.step == setup.recipe.train.steps or stalled(setup, state)
     if setup.accelerator.is_main_process:
-        with staged_folder(out, overwrite=overwrite, sources=sources) as staging:
+        with staged_folder(
+            out, overwrite=overwrite, sources=sources, mark=HEAD_METADATA
+        ) as staging:
             run.deliver(run.best(best["step"]), staging)
         if complete:
             run.close()

@@ -1,13 +1,13 @@
 """Training in child processes: several at once, and some that are killed.
 
 A script rather than a fixture: it imports torch once and forks before it computes anything, which
-is both quick and safe. Usage: train_forked.py parallel|kills FOLDER [DEVICE]; FOLDER holds base and
-data.
+is both quick and safe. Usage: train_forked.py FOLDER [DEVICE]; base, data and runs go to FOLDER.
 """
 
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -20,11 +20,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import transformers.models.qwen3_5_moe.modeling_qwen3_5_moe  # noqa: F401 (once, before forking)
-from training import tiny_recipe
+from training import tiny_recipe, write_training_base, write_training_data
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from mtp.train import train
 
 torch.set_num_threads(1)
+get_checkpoint_conversion_mapping("qwen3_5_moe_text")  # a thousand expressions, compiled once
 
 
 def start(function, rank=None, world=1, port=0):
@@ -58,15 +60,20 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def parallel(folder, device):
-    """The same recipe in one process, in two that replicate, and in two that shard; then each
-    resumed by the other kind."""
+def write_inputs(folder):
+    """The base and the data of all runs."""
+    write_training_data(folder / "data", write_training_base(folder / "base"))
 
-    def run(name, world, **options):
+
+def parallel(folder, device):
+    """The same recipe in one process, in two that replicate, and in two that shard; then the
+    sharded run's first half, gone on with by one."""
+
+    def run(name, world, optimizer, **options):
         recipe = tiny_recipe(
-            micro_batch_tokens=60, eval_every=3, optimizer=options.pop("optimizer")
+            micro_batch_tokens=60, eval_every=3, keep_checkpoints=2, optimizer=optimizer
         )
-        arguments = {"max_steps": 8, "overwrite": True, "device": device, **options}
+        arguments = {"max_steps": 6, "overwrite": True, "device": device, **options}
 
         def one():
             train(folder / "base", folder / "data", folder / name, recipe, **arguments)
@@ -75,29 +82,30 @@ def parallel(folder, device):
         finish(*[start(one, rank, world, port) for rank in range(world)])
 
     for optimizer in ("adamw", "muon"):
-        run(f"{optimizer}-one", 1, optimizer=optimizer)
-        run(f"{optimizer}-replicated", 2, optimizer=optimizer)
-        run(f"{optimizer}-sharded", 2, optimizer=optimizer, shard=True)
-    run("moved", 2, optimizer="adamw", shard=True, max_steps=3)
-    run("moved", 1, optimizer="adamw", resume=True)
+        run(f"{optimizer}-one", 1, optimizer)
+        run(f"{optimizer}-replicated", 2, optimizer)
+        run(f"{optimizer}-sharded", 2, optimizer, shard=True)
+    shutil.copytree(folder / "adamw-sharded.run", folder / "moved.run")
+    shutil.rmtree(folder / "moved.run" / "checkpoints" / "step-00000006")
+    run("moved", 1, "adamw", resume=True)
 
 
 def kills(folder, device):
     """A run that is killed again and again at random, beside one that is not."""
-    recipe = tiny_recipe(steps=41, checkpoint_every=2, eval_every=5, micro_batch_tokens=60)
+    recipe = tiny_recipe(steps=21, checkpoint_every=2, eval_every=5, micro_batch_tokens=60)
     draw = random.Random(int(os.environ.get("KILL_SEED", "0")))
 
     def go(name):
         def one():
             train(folder / "base", folder / "data", folder / name, recipe,
-                  resume=True, overwrite=True, max_steps=40, device=device)  # fmt: skip
+                  resume=True, overwrite=True, max_steps=20, device=device)  # fmt: skip
 
         return one
 
     finish(start(go("whole")))
     log = folder / "killed.run" / "history.jsonl"
     killed_at = []
-    for number in range(12):
+    for number in range(6):
         child = start(go("killed"))
         # Three to six steps further, then anywhere within a step: also inside a checkpoint.
         target = lines(log) + draw.randint(0, 3) if number else draw.randint(0, 3)
@@ -121,5 +129,7 @@ def lines(path):
 
 
 if __name__ == "__main__":
-    kind, folder, *rest = sys.argv[1:]
-    {"parallel": parallel, "kills": kills}[kind](Path(folder), *(rest or ["cpu"]))
+    folder, device = Path(sys.argv[1]), (sys.argv[2:] or ["cpu"])[0]
+    finish(start(lambda: write_inputs(folder)))
+    parallel(folder, device)
+    kills(folder, device)

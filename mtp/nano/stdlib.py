@@ -23,6 +23,7 @@ SKIPPED_FOLDERS = {
 }  # fmt: skip
 SMALLEST_FILE, LARGEST_FILE = 1_000, 120_000
 DEFAULT_BYTES = 3_000_000
+MARK = ".mtp-nano-code"  # tells a copy from somebody's own folder of code
 
 
 @cache
@@ -69,7 +70,8 @@ def copy_stdlib(out: Path, *, limit_bytes: int = DEFAULT_BYTES, overwrite: bool 
     """
     root = stdlib_root()
     files = stdlib_files(limit_bytes=limit_bytes)
-    with staged_folder(out, overwrite=overwrite) as staging:
+    with staged_folder(out, overwrite=overwrite, mark=MARK) as staging:
+        (staging / MARK).touch()
         for path in files:
             target = staging / path.relative_to(root)
             target.parent.mkdir(parents=True, exist_ok=True)

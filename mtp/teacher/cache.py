@@ -10,7 +10,6 @@ loses the shard it was at, and the same command goes on there.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from graft.errors import UserError
 from graft.index import read_header, write_json
 from graft.place import require_space
 from graft.reader import Checkpoint
+from graft.staging import locked
 from mtp.data.batches import row_lengths
 from mtp.data.store import load_prepared, require_tokenizer_of
 from mtp.progress import bar
@@ -150,13 +150,7 @@ def _claimed(out: Path, index: dict[str, Any], *, overwrite: bool) -> Iterator[N
     if strangers and not (out / INDEX).is_file():
         raise UserError("a new or an unfinished cache", f"{out}, another folder", "choose --out")
     out.mkdir(parents=True, exist_ok=True)
-    with (out / LOCK).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"no other run writing {out}", "one that holds its lock", "wait for it to end"
-            ) from error
+    with locked(out / LOCK, out):
         if (out / INDEX).is_file():
             if overwrite:
                 for split in out.iterdir():

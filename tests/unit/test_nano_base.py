@@ -171,6 +171,18 @@ def test_held_out_text_is_not_trained_on(tmp_path):
     assert kept == expected and 0 < len(kept) < 60 and 0 < len(kept_code) < 60
 
 
+def test_only_an_own_copy_of_the_library_is_replaced(tmp_path):
+    own = tmp_path / "code" / "mine.py"
+    own.parent.mkdir()
+    own.write_text("x = 1")
+    with pytest.raises(UserError, match=r"mtp-nano-code to replace"):
+        copy_stdlib(tmp_path / "code", limit_bytes=20_000, overwrite=True)
+    assert own.read_text() == "x = 1"
+    own.unlink()
+    for _ in range(2):
+        assert copy_stdlib(tmp_path / "code", limit_bytes=20_000, overwrite=True)
+
+
 def test_ids_of_the_library_itself_are_those_of_its_copy(inputs):
     chosen = stdlib_files(limit_bytes=150_000)
     copied = code_files(inputs / "stdlib")

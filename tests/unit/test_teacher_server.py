@@ -73,7 +73,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_failure_is_tried_again_and_never_becomes_padding(fault, server, base, data, teacher):
+def test_bug_G3_a_failure_is_tried_again_and_never_becomes_padding(
+    fault, server, base, data, teacher
+):
     row = torch.arange(9)
     server.fault = lambda number, tensors: FAULTS[fault](tensors) if number <= 2 else tensors
     states = client(server, base).row_states([row])[0]

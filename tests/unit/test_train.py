@@ -54,7 +54,7 @@ def same(left, right):
 
 
 @pytest.mark.parametrize("steps", [1, 5])
-def test_max_steps_stops_at_exactly_that_step(place, tmp_path, steps):
+def test_bug_G1_max_steps_stops_at_exactly_that_step(place, tmp_path, steps):
     """bugs.md G1: `--max-steps 3` ran 7 steps."""
     summary = train(*place, tmp_path / "head", tiny_recipe(), max_steps=steps)
     assert summary["steps"] == steps == len(history(tmp_path / "head"))
@@ -79,7 +79,7 @@ def test_a_run_stopped_and_resumed_twice_equals_one_that_was_not(place, tmp_path
     assert not same(states(whole), states(tmp_path / "other"))
 
 
-def test_the_best_head_is_written_not_the_last(place, tmp_path, monkeypatch):
+def test_bug_G4_the_head_of_highest_acceptance_is_written(place, tmp_path, monkeypatch):
     accepted = iter([0.1, 0.5, 0.9, 0.3, 0.2])
     from mtp import draft
 
@@ -233,6 +233,19 @@ def test_a_run_is_neither_lost_nor_resumed_on_other_data_nor_resumed_twice(place
         train(base, data, tmp_path / "head", free, resume=True, overwrite=True)
 
 
+def test_only_what_training_wrote_is_replaced(place, tmp_path):
+    for name, named in (("head", "head.json"), ("head.run", "run.json")):
+        own = tmp_path / name / "thesis.txt"
+        own.parent.mkdir()
+        own.write_text("mine")
+        with pytest.raises(UserError, match=named):
+            train(*place, tmp_path / "head", tiny_recipe(), overwrite=True)
+        assert own.read_text() == "mine"
+        own.unlink()
+    train(*place, tmp_path / "head", tiny_recipe(), max_steps=1, overwrite=True)
+    train(*place, tmp_path / "head", tiny_recipe(), max_steps=1, overwrite=True)  # its own
+
+
 def test_checkpoints_are_pruned_to_the_newest_and_the_heads_they_name(place, tmp_path):
     recipe = tiny_recipe(steps=20, checkpoint_every=2, keep_checkpoints=3, eval_every=3)
     train(*place, tmp_path / "head", recipe, max_steps=13)
@@ -244,7 +257,7 @@ def test_checkpoints_are_pruned_to_the_newest_and_the_heads_they_name(place, tmp
     summary = train(*place, tmp_path / "head", recipe, resume=True, overwrite=True)
     assert summary["complete"]
     assert {path.name for path in run.iterdir()} == {
-        "history.jsonl", "recipe.toml", "run.json", "lock",
+        "history.jsonl", "recipe.toml", "run.json",
     }  # fmt: skip
 
 
