@@ -6,6 +6,7 @@
 #   base       the hybrid base and its data            (/tmp/work/base, /tmp/work/data)
 #   head       its routed head, BF16 and NVFP4         (/tmp/work/grafted*)
 #   cases      pytest of what needs CUDA or this vLLM
+#   compiled   the cases with CUDA graphs, with each MTP layer compiled for its index
 #   engines    those of the 35B's shape: overhead at one request, each variant twice
 #   overhead   their timing
 #   speed      tokens per second of the hybrid: plain, stock, routed
@@ -14,7 +15,7 @@
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
-out=/tmp/out work=/tmp/work served=/tmp/served vllm=/tmp/v shape=/tmp/shape
+out=/tmp/out work=${WORK:-/tmp/work} served=/tmp/served vllm=/tmp/v shape=/tmp/shape
 mkdir -p "$out"
 note() { echo "$(date +%T) $*" >> "$out/progress.txt"; }
 wait_for() { # FILE SECONDS
@@ -41,17 +42,23 @@ cases() {
     logged cases python3 -m pytest -p no:cacheprovider -n "${CASES:-6}" tests/gpu \
     tests/unit/test_loss_kernels.py)
 }
+compiled() {
+  (with_vllm; cd "$root"; [ -e "$vllm/edits/compiled" ] || edits
+   export PYTHONPATH=$vllm/edits/compiled:$PYTHONPATH
+   MTP_GPU_REPORT=$out/cases-compiled.jsonl MTP_GPU_TIME_LIMIT=300 logged cases-compiled \
+     python3 -m pytest -p no:cacheprovider -n 4 tests/gpu/test_model_runner_v2.py -k graphs)
+}
 engines() {
   (with_vllm
    [ -e "$vllm/edits/compiled" ] || edits
    logged shape python3 "$here/variants.py" shape "$shape" "$vllm/edits"
    logged engines python3 "$here/engines.py" start "$shape/rounds" "${SECONDS_TO_START:-400}" \
-     routed edited routed-again edited-again)
+     routed edited routed-again edited-again routed-compiled)
 }
 overhead() {
   (with_vllm
    logged overhead python3 "$here/timing.py" "$shape/rounds" "$out/overhead.json" \
-     "${OVERHEAD:-150}" 1
+     "${OVERHEAD:-150}" ${CONCURRENCY:-1}
    cp "$shape/rounds/routed/log.txt" "$out/shape-routed.txt"
    python3 "$here/engines.py" stop "$shape/rounds")
 }

@@ -110,7 +110,8 @@ def main(kind: str, work: Path, edits: Path, cpu: bool) -> None:
         )
         plan["prompts"] = [list(prompt.token_ids) for prompt in prompts]
         plan["end_tokens"] = end_tokens(work / "grafted")
-        plan["predicted"] = json.loads((work / "quantize.json").read_text())
+        if (work / "quantize.json").exists():
+            plan["predicted"] = json.loads((work / "quantize.json").read_text())
     else:
         (work / "shape").mkdir(parents=True, exist_ok=True)
         (work / "shape" / "config.json").write_text(json.dumps(SHAPE))
