@@ -152,6 +152,17 @@ class Continuations:
     num_tokens: int
     end_tokens: frozenset[int]
 
+    def rows(self) -> list[list[int]]:
+        """Prompt and continuation of each."""
+        pairs = zip(self.prompts, self.continuations, strict=True)
+        return [[*prompt.token_ids, *continuation] for prompt, continuation in pairs]
+
+    def replay(self, number: int, drafts: Sequence[Sequence[int]]) -> AcceptanceCounts:
+        """Replay prompt `number` with these drafts; see `replay`."""
+        prompt = list(self.prompts[number].token_ids)
+        tokens = [*prompt, *self.continuations[number]]
+        return replay(drafts, tokens, len(prompt), self.num_tokens, self.end_tokens)
+
 
 def num_checked(num_tokens: int, num_steps: int) -> int:
     """Tokens after the prompt that checking every draft needs: the last begins at the end."""
@@ -199,22 +210,25 @@ def measure(
     """
     steps = num_steps or head.num_layers
     head.eval()
-    total = AcceptanceCounts(steps)
-    by_category: dict[str, AcceptanceCounts] = {}
-    texts = list(zip(text.prompts, text.continuations, text.states, strict=True))
-    for prompt, continuation, states in track(
-        texts, "replaying speculative decoding", unit="prompt"
-    ):
-        tokens = [*prompt.token_ids, *continuation]
-        counts = replay(
-            draft_tokens(source, head, tokens, states, steps, runtime),
-            tokens,
-            len(prompt.token_ids),
-            text.num_tokens,
-            text.end_tokens,
+    rows = list(zip(text.rows(), text.states, strict=True))
+    counts = [
+        text.replay(number, draft_tokens(source, head, tokens, states, steps, runtime))
+        for number, (tokens, states) in enumerate(
+            track(rows, "replaying speculative decoding", unit="prompt")
         )
-        total.merge(counts)
-        by_category.setdefault(prompt.category, AcceptanceCounts(steps)).merge(counts)
+    ]
+    return summarise(text, counts, steps, runtime)
+
+
+def summarise(
+    text: Continuations, counts: Sequence[AcceptanceCounts], num_steps: int, runtime: Runtime
+) -> dict[str, Any]:
+    """The metrics of `measure` from the counters of each prompt."""
+    total = AcceptanceCounts(num_steps)
+    by_category: dict[str, AcceptanceCounts] = {}
+    for prompt, counted in zip(text.prompts, counts, strict=True):
+        total.merge(counted)
+        by_category.setdefault(prompt.category, AcceptanceCounts(num_steps)).merge(counted)
     return {
         "schema_version": SCHEMA_VERSION,
         "num_prompts": len(text.prompts),

@@ -1,133 +1,140 @@
-"""`mtp quantize`: the routed experts to NVFP4, everything else stays BF16.
+"""From a BF16 head to the tensors of its NVFP4 form: calibrate each layer in the chain, pack.
 
-nvidia-modelopt calibrates and packs. Only the routed experts are quantized: they are 96 % of the
-head's bytes at the 35B's sizes, and public reports of wholly quantized drafters lost acceptance.
-The head itself is the root module, because modelopt's stock recipes disable whatever is named
-`mtp`, and the experts run eagerly, because modelopt finds an expert's weight by its storage offset.
+Only the routed experts are quantized: they are 96 % of the head's bytes at the 35B's sizes, and
+public reports of wholly quantized drafters lost acceptance.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import warnings
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from graft.errors import UserError
-from graft.formats import dequantize_head
-from graft.index import write_json
-from graft.manifest import HEAD_METADATA, HeadFolder, write_head
+from graft.manifest import HeadFolder
+from graft.modules import is_multimodal, linear_modules
 from graft.reader import Checkpoint
-from graft.staging import staged_folder
-from mtp.acceptance import continue_prompts, measure, trained_for
-from mtp.data.prompts import evaluation_prompts
-from mtp.data.store import load_prepared, require_tokenizer_of
-from mtp.head import MTPHead, load_head, open_head
+from graft.schemes import identify, read_statement
+from mtp.acceptance import Runtime
+from mtp.data.store import load_prepared
 from mtp.progress import track
-from mtp.recipe import Recipe
+from mtp.router_load import RouterLoad
 from mtp.teacher import Teacher
+from quantize.calibration import (
+    Algorithm,
+    LayerScales,
+    ProjectionScales,
+    Scheme,
+    calibrate,
+    quantized_experts,
+    read_scales,
+)
+from quantize.layerwise import layer_tensors, load_layer, visits
+from quantize.packing import FP4_MAX, FP8_MAX, pack
 
-# FP4 E2M1 values, blocks of 16 along the input dimension, FP8 E4M3 block scales.
-NVFP4 = {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}}
-QUANTIZERS = [
-    {"quantizer_name": "*", "enable": False},
-    # The trailing * matters: one weight quantizer an expert, in a list.
-    {"quantizer_name": "*mlp.experts.*weight_quantizer*", "cfg": NVFP4},
-    {"quantizer_name": "*mlp.experts.*input_quantizer", "cfg": NVFP4},
-]
 
-
-def quantize(
-    head_folder: Path,
-    base: Path,
-    data: Path,
-    out: Path,
-    recipe: Recipe,
+def calibrate_head(
+    source: HeadFolder,
+    teacher: Teacher,
+    rows: Sequence[torch.Tensor],
+    scheme: Scheme,
+    algorithm: Algorithm = "max",
     *,
-    device: str = "auto",
-    overwrite: bool = False,
-) -> dict[str, Any]:
-    """Quantize a head's experts and measure acceptance before and after.
+    num_steps: int,
+    runtime: Runtime,
+) -> tuple[list[LayerScales], list[dict[str, Any]]]:
+    """Scales of every layer, each from its own inputs in the chain that the runtime executes.
 
-    Args:
-        head_folder: a BF16 head.
-        base: the base that it was trained on: calibration runs on its hidden states.
-        data: folder of `mtp data prepare`; training rows calibrate, held-out prompts measure.
-        out: the head folder to write.
-        recipe: calibration tokens and evaluation prompts.
-        device: where to calibrate.
-        overwrite: replace an existing `out`.
+    Layers that the runtime never runs are calibrated where a routed one would run them.
 
     Returns:
-        {"before": metrics, "after": metrics, "bytes_before": int, "bytes_after": int}. "after"
-        is measured with dequantized weights and unquantized activations.
+        The scales by layer; and by layer {"layer", "steps", "never_routed": experts that no token
+        reached, whose weight scales are their own weights' and whose input scale is the layer's}.
 
     Raises:
-        UserError: a head without routed experts or already quantized, or a base that it was not
-            trained on.
+        UserError: W4A4 and a layer that saw no token.
     """
-    source = HeadFolder(head_folder)
-    _require_plain_experts(source)
-    with staged_folder(
-        out, overwrite=overwrite, sources=[head_folder, base, data], mark=HEAD_METADATA
-    ) as staging:
-        open_head(head_folder, Checkpoint(base))
-        require_tokenizer_of(data, base)
-        teacher = Teacher.load(base, device=device)
-        prompts = evaluation_prompts(
-            data,
-            num_prompts=recipe.eval.num_prompts,
-            max_prompt_tokens=recipe.eval.max_prompt_tokens,
-        )
-        head = load_head(head_folder, experts_implementation="eager").to(teacher.device)
-        num_steps, runtime = trained_for(source)
-        text = continue_prompts(teacher, prompts, recipe.eval.num_tokens, num_steps)
-        before = measure(teacher, head, text, num_steps=num_steps, runtime=runtime)
+    found: dict[int, LayerScales] = {}
+    coverage: dict[int, dict[str, Any]] = {}
+    states = [teacher.hidden(row) for row in track(rows, "base reads", unit="row")]
+    turns = visits(
+        teacher,
+        rows,
+        states,
+        source.num_layers,
+        num_steps,
+        stock=runtime == "stock",
+        idle_layers=True,
+    )
+    for visit in turns:
+        head = load_layer(source, visit.layer, teacher.device)
+        load = RouterLoad(head)
+        calibrate(head, visit.run, scheme, algorithm)
+        (_, experts), *_ = quantized_experts(head)
+        scales = read_scales(experts, scheme)
+        share = [layer.share for layer in load.read()]
+        unseen = {e for e, part in enumerate(share[0]) if not part} if share else set()
+        if visit.layer in found:  # more steps than layers: this one runs again
+            scales = _larger_inputs(found[visit.layer], scales)
+            unseen &= set(coverage[visit.layer]["never_routed"])
+        found[visit.layer] = scales
+        earlier = coverage.get(visit.layer, {"steps": []})["steps"]
+        coverage[visit.layer] = {
+            "layer": visit.layer, "steps": [*earlier, *visit.steps],
+            "never_routed": sorted(unseen),
+        }  # fmt: skip
+    layers = range(source.num_layers)
+    return [found[layer] for layer in layers], [coverage[layer] for layer in layers]
 
-        texts = calibration_rows(data, recipe.quantize.calibration_tokens)
-        tensors, config = quantize_experts(head, teacher, texts)
-        trained = source.metadata
-        metadata = {
-            **trained,
-            "form": "nvfp4-modelopt",
-            "quantization": config,
-            "provenance": {**trained["provenance"], "calibration": asdict(recipe.quantize)},
-        }
-        write_head(staging, tensors, metadata)
-        quantized = load_head(staging).to(teacher.device)
-        after = measure(teacher, quantized, text, num_steps=num_steps, runtime=runtime)
-        write_json(staging / HEAD_METADATA, {**metadata, "acceptance": after})
-        bytes_after = sum(tensor.nbytes for tensor in tensors.values())
+
+def _larger_inputs(first: LayerScales, again: LayerScales) -> LayerScales:
+    """The first turn's weight scales, and the larger input of both."""
     return {
-        "before": before,
-        "after": after,
-        "bytes_before": sum(source.info(name).nbytes for name in source.names),
-        "bytes_after": bytes_after,
-    }
-
-
-def dequantize(head_folder: Path, out: Path, *, overwrite: bool = False) -> None:
-    """Write the BF16 twin of an NVFP4 head: for engines without NVFP4 kernels, as on a CPU.
-
-    Raises:
-        UserError: the head is not NVFP4.
-    """
-    source = HeadFolder(head_folder)
-    if not source.form.startswith("nvfp4"):
-        raise UserError(
-            "an NVFP4 head", f"form {source.metadata['form']!r}", "use it as it is: it is BF16"
+        name: ProjectionScales(
+            weight=one.weight,
+            input_amax=None if one.input_amax is None
+            else max(one.input_amax, again[name].input_amax or 0.0),
         )
-    with staged_folder(
-        out, overwrite=overwrite, sources=[head_folder], mark=HEAD_METADATA
-    ) as staging:
-        tensors = dequantize_head(source.load_all())
-        metadata = {**source.metadata, "form": "bf16-per-expert", "quantization": None}
-        write_head(staging, tensors, metadata)
+        for name, one in first.items()
+    }  # fmt: skip
+
+
+def pack_head(source: HeadFolder, scales: list[LayerScales]) -> dict[str, torch.Tensor]:
+    """The tensors of the NVFP4 head, per expert, as modelopt names them; layer by layer."""
+    tensors = {
+        name: source.load(name).to(torch.bfloat16)
+        for name in source.names
+        if ".mlp.experts." not in name
+    }
+    for layer, found in enumerate(track(scales, "packing", unit="layer")):
+        stacks = layer_tensors(source, layer)
+        prefix = f"mtp.layers.{layer}.mlp.experts"
+        for projection, projection_scales in found.items():
+            stack = stacks[f"{prefix}.{projection}"]
+            tensors |= _packed_tensors(prefix, projection, stack, projection_scales)
+    return tensors
+
+
+def _packed_tensors(
+    prefix: str, projection: str, stack: torch.Tensor, scales: ProjectionScales
+) -> dict[str, torch.Tensor]:
+    packed = pack(stack, scales.weight)
+    half = stack.shape[1] // 2
+    parts = {"down_proj": packed}
+    if projection == "gate_up_proj":
+        parts = {"gate_proj": packed.rows(0, half), "up_proj": packed.rows(half, 2 * half)}
+    tensors = {}
+    for name, part in parts.items():
+        for expert in range(stack.shape[0]):
+            module = f"{prefix}.{expert}.{name}"
+            tensors[f"{module}.weight"] = part.weight[expert]
+            tensors[f"{module}.weight_scale"] = part.weight_scale[expert]
+            tensors[f"{module}.weight_scale_2"] = part.weight_scale_2[expert]
+            if scales.input_amax is not None:
+                amax = torch.tensor(scales.input_amax, dtype=torch.float32)
+                tensors[f"{module}.input_scale"] = amax / (FP4_MAX * FP8_MAX)
+    return tensors
 
 
 def calibration_rows(data: Path, num_tokens: int) -> list[torch.Tensor]:
@@ -144,82 +151,14 @@ def calibration_rows(data: Path, num_tokens: int) -> list[torch.Tensor]:
     return chosen
 
 
-def quantize_experts(
-    head: MTPHead, teacher: Teacher, texts: list[torch.Tensor]
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Calibrate with each layer's own inputs in the chain, and pack.
-
-    Args:
-        head: with eager experts; it is consumed.
-        teacher: gives the hidden states that the chain starts from.
-        texts: [B, T] token ids without padding.
-
-    Returns:
-        Tensors of the NVFP4 head under `mtp.*`, per expert, and modelopt's configuration.
-
-    Raises:
-        UserError: modelopt left an expert without a usable scale.
-    """
-    with _quiet():
-        import modelopt.torch.quantization as mtq
-        from modelopt.torch.export.moe_utils import _export_fused_experts
-
-        @torch.no_grad()
-        def forward_loop(model: MTPHead) -> None:
-            for input_ids in track(texts, "calibrating", unit="row"):
-                hidden = teacher.hidden(input_ids).float()
-                model.chain(hidden, teacher.embed(input_ids).float())
-
-        head.eval()
-        mtq.quantize(head, {"quant_cfg": QUANTIZERS, "algorithm": "max"}, forward_loop)
-        for layer in track(head.layers, "packing", unit="layer"):
-            _export_fused_experts(layer.mlp.experts, torch.bfloat16)
-
-    tensors = {}
-    for name, tensor in head.state_dict().items():
-        kept = tensor if _is_nvfp4_part(name) else tensor.to(torch.bfloat16)
-        tensors[f"mtp.{name}"] = kept.detach().cpu().contiguous()
-    _require_sound_scales(tensors)
-    config = {"quant_algo": "NVFP4", "group_size": 16, "producer": producer()}
-    return tensors, config
-
-
-def _is_nvfp4_part(name: str) -> bool:
-    return ".mlp.experts." in name
-
-
-def _require_plain_experts(source: HeadFolder) -> None:
-    if not source.form.startswith("bf16"):
-        raise UserError(
-            "a BF16 head", f"form {source.metadata['form']!r}", "quantize the head it was made from"
-        )
-    if not any(".mlp.experts." in name for name in source.names):
-        raise UserError(
-            "a head with routed experts", "a dense head", "graft it in BF16: it is small already"
-        )
-
-
-def _require_sound_scales(tensors: dict[str, torch.Tensor]) -> None:
-    packed = [n for n in tensors if _is_nvfp4_part(n) and n.endswith(".weight")]
-    if not packed or any(tensors[n].dtype != torch.uint8 for n in packed):
-        raise UserError(
-            "packed uint8 expert weights",
-            f"{len(packed)} expert weights of other types",
-            "report this: modelopt did not apply the format",
-        )
-    for weight in packed:
-        for scale in ("weight_scale", "weight_scale_2", "input_scale"):
-            name = f"{weight}"[: -len("weight")] + scale
-            value = tensors.get(name)
-            sound = value is not None and bool(
-                (torch.isfinite(value.float()) & (value.float() > 0)).all()
-            )
-            if not sound:
-                raise UserError(
-                    f"a finite {name} above 0",
-                    "none" if value is None else "zero, negative or not finite values",
-                    "calibrate with more tokens",
-                )
+def matching_scheme(checkpoint: Checkpoint) -> Scheme:
+    """W4A16 where the base's own quantization takes no input scales, else W4A4."""
+    modules = linear_modules(checkpoint.infos(), is_multimodal(checkpoint.config))
+    trunk = [module for module in modules if not module.is_head]
+    statement = read_statement(checkpoint)
+    scheme = identify(statement, trunk, str(checkpoint.folder))
+    form = scheme.nvfp4_form(statement, trunk, "nvfp4-modelopt")
+    return "w4a16" if form.endswith("w4a16") else "w4a4"
 
 
 def producer() -> dict[str, str]:
@@ -227,11 +166,3 @@ def producer() -> dict[str, str]:
     from importlib.metadata import version
 
     return {"name": "modelopt", "version": version("nvidia-modelopt")}
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """modelopt prints to stdout, which is for `--json`, and warns of newer versions."""
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

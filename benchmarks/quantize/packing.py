@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quantize.calibration import quiet
 from quantize.packing import Packed, WeightScales, largest, pack
 
 NVFP4 = {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}}
@@ -45,15 +46,16 @@ class Experts(nn.Module):
 
 def with_modelopt(gate_up: torch.Tensor, down: torch.Tensor) -> tuple[float, dict[str, Any]]:
     """Seconds of `_export_fused_experts`, and its tensors."""
-    import modelopt.torch.quantization as mtq
-    from modelopt.torch.export.moe_utils import _export_fused_experts
+    with quiet():
+        import modelopt.torch.quantization as mtq
+        from modelopt.torch.export.moe_utils import _export_fused_experts
 
-    model = nn.Module()
-    model.experts = Experts(gate_up, down)
-    mtq.quantize(model, {"quant_cfg": QUANTIZERS, "algorithm": "max"}, None)
-    started = time.perf_counter()
-    _export_fused_experts(model.experts, torch.bfloat16)
-    return time.perf_counter() - started, model.experts.state_dict()
+        model = nn.Module()
+        model.experts = Experts(gate_up, down)
+        mtq.quantize(model, {"quant_cfg": QUANTIZERS, "algorithm": "max"}, None)
+        started = time.perf_counter()
+        _export_fused_experts(model.experts, torch.bfloat16)
+        return time.perf_counter() - started, model.experts.state_dict()
 
 
 def with_ours(gate_up: torch.Tensor, down: torch.Tensor) -> tuple[float, tuple[Packed, Packed]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +24,22 @@ from mtp.cli.options import (
 
 DEFAULT_RECIPE = Path("recipe.toml")
 QUANTIZED_HEAD = Path("head-nvfp4")
+
+
+class SchemeName(StrEnum):
+    """Weights and activations in FP4, or weights alone."""
+
+    w4a4 = "w4a4"
+    w4a16 = "w4a16"
+
+
+class AlgorithmName(StrEnum):
+    """The algorithms of `quantize.calibration`, as the command line needs them."""
+
+    max = "max"
+    mse = "mse"
+    local_hessian = "local_hessian"
+    four_over_six = "four_over_six"
 
 
 def train_command(
@@ -120,6 +137,18 @@ def quantize_command(
     trunk: Annotated[
         bool, typer.Option("--trunk", help="Quantize the base's experts, not a head's.")
     ] = False,
+    scheme: Annotated[
+        SchemeName | None, typer.Option(help="Default: as the base's experts, else w4a4.")
+    ] = None,
+    algorithm: Annotated[
+        AlgorithmName, typer.Option(help="How block scales are chosen; only max without CUDA.")
+    ] = AlgorithmName.max,
+    max_drop: Annotated[
+        float, typer.Option(help="Fail when mean accepted provably falls by more.")
+    ] = 0.01,
+    qad: Annotated[
+        int, typer.Option(min=0, help="If that fails, distil so many steps and try again.")
+    ] = 0,
     recipe: RecipeFile = None,
     device: Device = "auto",
     overwrite: Overwrite = False,
@@ -132,26 +161,40 @@ def quantize_command(
     """
     from mtp.recipe import load_recipe
     from mtp.tables import acceptance_table
-    from quantize import experts
+    from quantize import command
+    from quantize.experts import producer
+    from quantize.gate import GateFailed
 
     if trunk:
         from quantize.trunk import quantize_trunk
 
         if base is None or out == QUANTIZED_HEAD:
             raise typer.BadParameter("--trunk needs --base and --out")
-        result = quantize_trunk(base, out, producer=experts.producer(), overwrite=overwrite)
+        result = quantize_trunk(base, out, producer=producer(), overwrite=overwrite)
         sizes = f"{result['bytes_before']} -> {result['bytes_after']} bytes"
         emit(result, as_json, report, f"{out}: {result['num_matrices']} matrices, {sizes}")
         return
     if dequantize:
-        experts.dequantize(head, out, overwrite=overwrite)
+        command.dequantize(head, out, overwrite=overwrite)
         print(f"{out}: BF16 twin of {head}")
         return
     if base is None or data is None:
         raise typer.BadParameter("--base and --data are needed to calibrate and to measure")
-    result = experts.quantize(
-        head, base, data, out, load_recipe(recipe), device=device, overwrite=overwrite
+    settings = command.Settings(
+        scheme=scheme.value if scheme else None,
+        algorithm=algorithm.value,
+        max_drop=max_drop,
+        qad_steps=qad,
     )
+    failed = None
+    try:
+        result = command.quantize(
+            head, base, data, out, load_recipe(recipe), settings, device=device, overwrite=overwrite
+        )
+    except GateFailed as error:
+        failed, result = error, error.result
     title = f"{out}: {result['bytes_before']} -> {result['bytes_after']} bytes"
     rows = [("BF16", result["before"]), ("NVFP4 experts", result["after"])]
     emit(result, as_json, report, acceptance_table(rows, title))
+    if failed is not None:
+        raise failed

@@ -116,7 +116,7 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_layer_packs_as_modelopt_s_own_export_of_fused_experts(dtype):
-    from quantize.experts import QUANTIZERS, _quiet
+    from quantize.calibration import quantizer_config, quiet
 
     gate_up = stack((3, 32, 48), dtype, 0.02, "outliers", 2)
     down = stack((3, 48, 16), dtype, 0.02, "zero blocks", 3)
@@ -124,14 +124,14 @@ def test_a_layer_packs_as_modelopt_s_own_export_of_fused_experts(dtype):
     model = nn.Module()
     model.mlp = nn.Module()
     model.mlp.experts = Experts(gate_up.clone(), down.clone())
-    with _quiet():
+    with quiet():
         import modelopt.torch.quantization as mtq
         from modelopt.torch.export.moe_utils import _export_fused_experts
 
         data = torch.randn(4, 48).to(dtype)
         mtq.quantize(
             model,
-            {"quant_cfg": QUANTIZERS, "algorithm": "max"},
+            quantizer_config("w4a4"),
             lambda m: m.mlp.experts(data),
         )
         _export_fused_experts(model.mlp.experts, dtype)
