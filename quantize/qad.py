@@ -97,7 +97,7 @@ def distil(
                 rows=load_prepared(data)["train"],
                 run=run,
                 accelerator=accelerator,
-                provenance=source.metadata["provenance"] | _provenance(recipe, num_steps),
+                provenance=_provenance(source.metadata["provenance"], recipe, num_steps),
             )  # fmt: skip
             state = TrainState(before=before)
             optimize(setup, state)
@@ -120,9 +120,15 @@ def _recipe_for(source: HeadFolder, recipe: Recipe, num_steps: int) -> Recipe:
     return replace(recipe, train=settings, head=replace(recipe.head, num_layers=source.num_layers))
 
 
-def _provenance(recipe: Recipe, num_steps: int) -> dict[str, Any]:
-    return {"qad": {"steps": num_steps, "learning_rate": recipe.train.learning_rate,
-                    "tool": f"mtp-graft {__version__}"}}  # fmt: skip
+def _provenance(trained: dict[str, Any], recipe: Recipe, num_steps: int) -> dict[str, Any]:
+    """How the head was trained, and then distilled; the loop notes its own step and tokens."""
+    qad = {
+        "steps": num_steps,
+        "learning_rate": recipe.train.learning_rate,
+        "tool": f"mtp-graft {__version__}",
+        "trained_before": {key: trained[key] for key in ("step", "tokens") if key in trained},
+    }
+    return trained | {"qad": qad}
 
 
 @torch.no_grad()
