@@ -28,7 +28,13 @@ from graft.staging import check_output, staged_folder
 from mtp import __version__
 from mtp.checkpoint import disk_bytes, load_checkpoint, require_disk, save_checkpoint
 from mtp.data.batches import Batch
-from mtp.data.store import load_prepared, read_manifest, require_tokenizer_of, rows_digest
+from mtp.data.store import (
+    licences_by_source,
+    load_prepared,
+    read_manifest,
+    require_tokenizer_of,
+    rows_digest,
+)
 from mtp.divergence import divergence_error, what_diverged
 from mtp.draft import Draft, MTPDraft
 from mtp.held_out import held_out_text
@@ -182,10 +188,12 @@ def start(
 
 def provenance(recipe: Recipe, data: Path) -> dict[str, Any]:
     """What a head says of how it was made."""
+    manifest = read_manifest(data)
     return {
         "tool": f"mtp-graft {__version__}",
         "recipe": recipe.as_record(),
-        "licences": sorted(read_manifest(data).get("licences", [])),
+        "licences": sorted(manifest.get("licences", [])),
+        "licences_by_source": licences_by_source(manifest),
     }
 
 

@@ -1,8 +1,9 @@
 """Rows a second of `mtp data prepare` beside a single-process `datasets.map` of one template.
 
 The baseline renders each conversation once with the same chat template and tokenises it; it makes
-no masks, windows, split or report. Both start from parsed rows on disk and end with rows on disk.
-All variants run alternately in one process tree, so that they meet the same load.
+no masks, windows, split or report. Both start from JSON Lines on disk and end with rows on disk.
+All variants run alternately in one process tree, so that they meet the same load. Beside the wall
+clock the CPU seconds of the whole tree are counted: on a machine with other work they tell more.
 
 Usage: python benchmarks/data/speed.py --base BASE --traces traces.jsonl --rows 2000 > OUT.json
 """
@@ -31,6 +32,20 @@ def write_rows(traces: Path, out: Path, count: int) -> None:
             user = next(m for m in row["messages"] if m["role"] == "user")
             user["content"] += f" (request {number})"
             stream.write(json.dumps({**row, "id": f"row-{number}"}) + "\n")
+
+
+def cpu_seconds() -> float:
+    """Of this process and its children, theirs included (the workers are a fork server's)."""
+    total = sum(os.times()[:4])
+    ticks = os.sysconf("SC_CLK_TCK")
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == os.getpid():
+            total += sum(map(int, fields[11:15])) / ticks
+    return total
 
 
 def with_map(base: Path, source: Path, folder: Path) -> int:
@@ -81,16 +96,20 @@ def main() -> None:
         ),
     }
     results: dict[str, list[float]] = {name: [] for name in variants}
+    cpu: dict[str, list[float]] = {name: [] for name in variants}
+    loads = []
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "rows.jsonl"
         write_rows(arguments.traces, source, arguments.rows)
         for number in range(arguments.rounds):
             for name, run in variants.items():
-                started = time.perf_counter()
+                loads.append(os.getloadavg()[0])
+                started, cpu_started = time.perf_counter(), cpu_seconds()
                 count = run(arguments.base, source, Path(scratch) / f"{number}-{len(name)}")
                 seconds = time.perf_counter() - started
                 assert count == arguments.rows
                 results[name].append(round(count / seconds, 2))
+                cpu[name].append(round((cpu_seconds() - cpu_started) / count * 1000, 3))
         size = source.stat().st_size
     best = {name: max(found) for name, found in results.items()}
     baseline = best["datasets.map, 1 process"]
@@ -102,8 +121,9 @@ def main() -> None:
                 "bytes": size,
                 "rows_per_second": results,
                 "ratio_of_best": {name: round(v / baseline, 3) for name, v in best.items()},
+                "cpu_milliseconds_per_row": cpu,
                 "cores": cores,
-                "load_average": os.getloadavg(),
+                "load_average_before_each": loads,
                 "python": platform.python_version(),
             },
             indent=1,

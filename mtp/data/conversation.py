@@ -52,6 +52,7 @@ class Message:
         tool_call_id: of a tool turn, the call that it answers; "" when the source names none.
         name: of a tool turn, the tool.
         supervised: False for an assistant turn that its source marks as context.
+        token_ids: of an assistant turn that the base itself generated, its tokens.
     """
 
     role: str
@@ -61,6 +62,7 @@ class Message:
     tool_call_id: str = ""
     name: str = ""
     supervised: bool = True
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,10 +130,14 @@ def content_digest(item: Conversation | Document) -> str:
     said = {key: value for key, value in vars(item).items() if key not in _NOT_SAID}
     try:
         # Messages and calls inside are dataclasses too.
-        text = json.dumps(said, ensure_ascii=False, default=vars)
+        text = json.dumps(said, ensure_ascii=False, default=_without_tokens)
         return hashlib.sha256(text.encode()).hexdigest()
     except UnicodeEncodeError as error:
         raise RowError("text is not valid Unicode (a lone surrogate)") from error
+
+
+def _without_tokens(part: Message | ToolCall) -> dict[str, object]:
+    return {key: value for key, value in vars(part).items() if key != "token_ids"}
 
 
 def cut_at_mismatch(conversation: Conversation) -> Conversation:

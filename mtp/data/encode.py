@@ -55,6 +55,20 @@ class Encoder:
             for text, cut, rest in zip(texts, cuts, encoded[len(unknown) :], strict=True)
         ]
 
+    def can_cut(self, text: str, position: int) -> bool:
+        """Whether the two parts of a text have the tokens of the whole."""
+        if position in (0, len(text)):
+            return True
+        found = self._cut.finditer(text, 0, position) if self._cut else ()
+        return any(match.end() == position for match in found)
+
+    def says(self, ids: tuple[int, ...], text: str) -> bool:
+        """Whether tokens spell a text, but for whitespace that a template sets as it likes."""
+        if not ids or not 0 <= min(ids) <= max(ids) < self._backend.get_vocab_size():
+            return False
+        spelt = self._backend.decode(list(ids), skip_special_tokens=False)
+        return spelt.split() == text.split() or "".join(spelt.split()) == "".join(text.split())
+
     def _place(self, text: str) -> int:
         """Where to cut a text, 0 for nowhere."""
         match = self._cut.search(text, _MIN_OPENING) if self._cut else None

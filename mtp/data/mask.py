@@ -34,6 +34,7 @@ class Reply:
         head: start of the turn's header.
         start, end: the generated text, the end-of-turn token included.
         num_calls: tool calls in it.
+        token_ids: its tokens as the base generated them, where that is known.
     """
 
     cut: int
@@ -41,6 +42,7 @@ class Reply:
     start: int
     end: int
     num_calls: int = 0
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +109,7 @@ def render_rows(conversation: Conversation, renderer: Renderer) -> list[Rendered
                         start=turn.start,
                         end=turn.end,
                         num_calls=len(messages[turn.index].tool_calls),
+                        token_ids=messages[turn.index].token_ids,
                     )
                     for turn in covered
                 ),

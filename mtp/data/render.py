@@ -12,12 +12,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jinja2 import TemplateError
 
 from graft.errors import UserError
 from mtp.data.conversation import Message, RowError
-from mtp.data.encode import Encoder
+from mtp.data.encode import Encoded, Encoder
 from mtp.data.template import CHANGING, Memory, PrefixTemplate, wanted_variables
 
 THINKING = ("keep", "strip")
@@ -46,7 +45,7 @@ class Renderer:
             for token in tokenizer.added_tokens_decoder.values()
             if token.special and token.content.strip()
         )
-        self._encoder = Encoder(tokenizer)
+        self.encoder = Encoder(tokenizer)
         self.remembers = True
         self._num_checked, self._num_prefixes = num_checked, 0
         self._templates: dict[str, PrefixTemplate] = {}
@@ -73,11 +72,9 @@ class Renderer:
         """`text` of any number of the first messages, much faster for many."""
         return Prefixes(self, messages, tools)
 
-    def encode(
-        self, texts: list[str], *, add_special_tokens: bool
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
+    def encode(self, texts: list[str], *, add_special_tokens: bool) -> list[Encoded]:
         """(ids [T] int32, character offsets [T, 2] int64) of each text, on all cores."""
-        return self._encoder.encode(texts, add_special_tokens=add_special_tokens)
+        return self.encoder.encode(texts, add_special_tokens=add_special_tokens)
 
     def is_checked(self) -> bool:
         """Whether the next text of `Prefixes` is to be compared."""

@@ -102,6 +102,8 @@ class PrepareReport:
         windows_too_short: windows that hold nothing to predict, and are not written.
         supervised_tokens_lost: tokens of replies that fit in no window.
         edge_tokens: tokens over the edge of a reply, left unsupervised.
+        replies_as_generated: replies with the very tokens that the base generated.
+        replies_encoded_anew: replies whose recorded tokens say something else than their text.
         contaminated: rows with text of an evaluation set, the first MAX_LISTED.
         secrets: found in rows, by kind.
         evaluation_items, evaluation_items_too_short: by file, those looked for and those not.
@@ -125,6 +127,8 @@ class PrepareReport:
     windows_too_short: int = 0
     supervised_tokens_lost: int = 0
     edge_tokens: int = 0
+    replies_as_generated: int = 0
+    replies_encoded_anew: int = 0
     contaminated: list[Contaminated] = field(default_factory=list)
     secrets: Counter[str] = field(default_factory=Counter)
     evaluation_items: dict[str, int] = field(default_factory=dict)
@@ -263,6 +267,11 @@ class PrepareReport:
             f"tokens lost     {self.supervised_tokens_lost} supervised ones that fit no window;"
             f" {self.edge_tokens} over an edge",
         ]
+        if self.replies_as_generated or self.replies_encoded_anew:
+            lines.append(
+                f"replies         {self.replies_as_generated} with the tokens that the base"
+                f" generated; {self.replies_encoded_anew} encoded anew: their tokens say other text"
+            )
         for file, count in self.evaluation_items.items():
             short = self.evaluation_items_too_short.get(file, 0)
             lines.append(f"kept clean of   {file}: {count} items, {short} too short to look for")
@@ -309,6 +318,8 @@ class PrepareReport:
             "cut_inside_turn": self.cut_inside_turn,
             "supervised_tokens_lost": self.supervised_tokens_lost,
             "edge_tokens": self.edge_tokens,
+            "replies_as_generated": self.replies_as_generated,
+            "replies_encoded_anew": self.replies_encoded_anew,
             "contaminated": [vars(row) for row in self.contaminated],
             "secrets": dict(self.secrets),
             "evaluation_items": self.evaluation_items,

@@ -10,6 +10,7 @@ import hashlib
 import json
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 
 from graft.errors import UserError
 from graft.manifest import file_digest
+from mtp.data.hub import HUB_PREFIX
 
 SCHEMA_VERSION = 1
 SPLITS = ("train", "held_out")
@@ -140,6 +142,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         found = f"version {version!r} in {folder / MANIFEST}"
         raise UserError(f"data of schema version {SCHEMA_VERSION}", found, "prepare the data again")
     return manifest
+
+
+def licences_by_source(manifest: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """Conversations by licence for each source of a read data.json, without local folders' names.
+
+    What is published (a model card) must not tell where files lay on someone's machine.
+    """
+    found: dict[str, Counter[str]] = {}
+    for place, counts in manifest.get("report", {}).get("by_source", {}).items():
+        name = place if place.startswith(HUB_PREFIX) else Path(place).resolve().name
+        found.setdefault(name, Counter()).update(counts.get("licences", {}))
+    return {name: dict(licences) for name, licences in sorted(found.items()) if licences}
 
 
 def require_tokenizer_of(folder: Path, base: Path) -> None:

@@ -23,6 +23,7 @@ from mtp.data.conversation import Conversation, Document, RowError, checked, cut
 from mtp.data.decontaminate import EvaluationSets
 from mtp.data.dedup import group_keys
 from mtp.data.mask import RenderedRow, loss_mask, num_edge_tokens, render_rows
+from mtp.data.own_tokens import encode_rows
 from mtp.data.render import Renderer, load_tokenizer
 from mtp.data.secrets import masked
 from mtp.data.windows import Window, conversation_windows, document_windows
@@ -119,9 +120,11 @@ class Worker:
         documents: list[tuple[Outcome, Document]],
     ) -> None:
         max_length = self._job.max_length
-        texts = [row.text for _, row in rendered]
-        encoded = self._renderer.encode(texts, add_special_tokens=False)
-        for (outcome, row), (ids, offsets) in zip(rendered, encoded, strict=True):
+        encoded = encode_rows([row for _, row in rendered], self._renderer)
+        for (outcome, row), (ids, offsets, num_own) in zip(rendered, encoded, strict=True):
+            num_known = sum(bool(reply.token_ids) for reply in row.replies)
+            outcome.counts["replies_as_generated"] += num_own
+            outcome.counts["replies_encoded_anew"] += num_known - num_own
             windows = conversation_windows(row, ids, offsets, max_length=max_length)
             lost = int(loss_mask(offsets, row.replies).sum())
             outcome.counts["supervised_tokens_lost"] += lost - sum(
@@ -131,8 +134,8 @@ class Worker:
             outcome.counts["split_by_length"] += len(windows) - 1
             self._keep(windows, outcome)
         texts = [document.text for _, document in documents]
-        encoded = self._renderer.encode(texts, add_special_tokens=True)
-        for (outcome, _), (ids, _) in zip(documents, encoded, strict=True):
+        encoded_documents = self._renderer.encode(texts, add_special_tokens=True)
+        for (outcome, _), (ids, _) in zip(documents, encoded_documents, strict=True):
             windows = list(document_windows(ids, max_length=max_length))
             outcome.counts["split_by_length"] += max(len(windows) - 1, 0)
             self._keep(windows, outcome)

@@ -73,6 +73,7 @@ def render_card(
         mismatches=manifest["allowed_mismatches"],
         tokens=provenance.get("tokens", "an unrecorded number of"),
         licences=", ".join(provenance.get("licences", [])) or "not recorded",
+        licences_by_source=provenance.get("licences_by_source", {}),
     )
     return str(card)
 

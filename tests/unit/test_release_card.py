@@ -7,6 +7,7 @@ from tiny import write_base, write_tiny_head
 
 from graft.plan import plan_graft
 from graft.writer import write_graft
+from mtp.data.store import licences_by_source
 from mtp.release.card import render_card
 
 
@@ -22,3 +23,24 @@ def test_an_allowed_mismatch_reaches_the_card(tmp_path, seed):
     )  # fmt: skip
     assert ("ANOTHER base" in card) is (seed != 0)
     assert ("embed_tokens: head was trained on" in card) is (seed != 0)
+
+
+def test_licences_of_each_source_reach_the_card(tmp_path):
+    sources = {
+        "/home/me/secret/traces.jsonl": {"licences": {"MIT": 2, "unknown": 1}},
+        "/elsewhere/traces.jsonl": {"licences": {"MIT": 5}},
+        "hub:owner/name?split=train": {"licences": {"CC-BY-4.0": 7}},
+        "empty": {"licences": {}},
+    }
+    licences = licences_by_source({"report": {"by_source": sources}})
+    base = write_base(tmp_path / "base")
+    provenance = {"licences": ["MIT"], "licences_by_source": licences}
+    head = write_tiny_head(tmp_path / "head", base, provenance=provenance)
+    out = write_graft(plan_graft(base, head), tmp_path / "out").out
+    card = render_card(
+        out, name="me/model", license_id="mit", base_model=None, evaluation=None, served=None,
+        tool="test",
+    )  # fmt: skip
+    assert "- `hub:owner/name?split=train`: CC-BY-4.0 (7 conversations)\n" in card
+    assert "- `traces.jsonl`: MIT (7 conversations), unknown (1 conversations)\n" in card
+    assert "secret" not in card and "empty" not in card

@@ -91,7 +91,7 @@ def as_conversation(
     Raises:
         RowError: see `read_turns` and `tools_texts`.
     """
-    messages = read_turns(turns)
+    messages = _with_own_tokens(read_turns(turns), row)
     system = next((row[key] for key in SYSTEM_KEYS if row.get(key)), None)
     if system and not any(message.role == "system" for message in messages):
         messages = (Message(role="system", content=text_of(system)), *messages)
@@ -107,6 +107,21 @@ def as_conversation(
         **changes,
     }
     return Conversation(messages=messages, tools=schemas, **fields)
+
+
+def _with_own_tokens(messages: tuple[Message, ...], row: dict[str, Any]) -> tuple[Message, ...]:
+    """The messages with the tokens that `mtp data regenerate` got for them, if it wrote the row."""
+    record = row.get("regenerated")
+    turns = record.get("turns") if isinstance(record, dict) else None
+    replies = [place for place, message in enumerate(messages) if message.supervised]
+    if not isinstance(turns, list) or len(turns) != len(replies):
+        return messages
+    changed = list(messages)
+    for place, turn in zip(replies, turns, strict=True):
+        ids = turn.get("token_ids") if isinstance(turn, dict) else None
+        if isinstance(ids, list) and all(type(token) is int for token in ids):
+            changed[place] = replace(changed[place], token_ids=tuple(ids))
+    return tuple(changed)
 
 
 def read_turns(values: list[Any]) -> tuple[Message, ...]:
