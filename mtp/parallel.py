@@ -42,11 +42,52 @@ def start_processes(device: torch.device, tracker: str | None, folder: Path) -> 
 
     if tracker is not None and tracker not in TRACKERS:
         raise UserError(f"--tracker {' or '.join(TRACKERS)}", tracker, "choose one of them")
-    if tracker is not None and tracker not in get_available_trackers():
+    if tracker is not None and tracker not in map(str, get_available_trackers()):
         raise UserError(
             f"{tracker} to be installed", "none", f"run `pip install 'mtp-graft[{tracker}]'`"
         )
     return Accelerator(cpu=device.type == "cpu", log_with=tracker, project_dir=folder)
+
+
+@contextlib.contextmanager
+def tracking(accelerator: Accelerator, folder: Path, step: int, record: Any) -> Iterator[None]:
+    """Trackers run inside, if any was asked for, and are closed whatever happens.
+
+    A resumed run is a new one for wandb, of the same name; TensorBoard hides what a killed run
+    wrote after the checkpoint.
+
+    Args:
+        accelerator: from `start_processes`.
+        folder: the run's; trackers keep their files in it.
+        step: finished steps.
+        record: the recipe, for wandb; TensorBoard has recipe.toml beside it.
+
+    Raises:
+        UserError: wandb does not start, because nobody is logged in, say.
+    """
+    name = str(accelerator.log_with[0]) if accelerator.log_with else None
+    if name == "tensorboard":
+        options = {name: {"purge_step": step + 1}}
+        accelerator.init_trackers(name, init_kwargs=options)
+    elif name is not None:
+        run = folder.name.removesuffix(".run")
+        options = {name: {"name": run, "group": run, "dir": str(folder)}}
+        try:
+            accelerator.init_trackers("mtp-graft", config=record, init_kwargs=options)
+        except Exception as error:
+            if not type(error).__module__.startswith(name):
+                raise
+            raise UserError(
+                f"{name} to start a run",
+                str(error).splitlines()[0],
+                "log in with `wandb login`, or set WANDB_MODE=offline",
+            ) from error
+    try:
+        yield
+    finally:
+        for tracker in accelerator.trackers:
+            tracker.finish()
+        accelerator.trackers.clear()
 
 
 def local_device(device: str) -> str:

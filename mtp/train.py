@@ -49,6 +49,7 @@ from mtp.parallel import (
     rounded_to_bfloat16,
     start_processes,
     summed,
+    tracking,
     unsharded,
     whole,
     wrap,
@@ -170,7 +171,8 @@ def train(
             recipe=recipe, draft=draft, model=model, optimizers=optimizers, batches=batches,
             rows=rows, run=run, accelerator=accelerator, provenance=provenance(recipe, data),
         )  # fmt: skip
-        optimize(setup, state, max_steps)
+        with tracking(accelerator, run.path, state.step, recipe.as_record()):
+            optimize(setup, state, max_steps)
         return finish(setup, state, out, overwrite=overwrite, sources=sources)
 
 
