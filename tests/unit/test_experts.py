@@ -12,6 +12,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
 
 from mtp.experts import EXPERTS
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_TOKENS, HIDDEN, NUM_EXPERTS, PER_TOKEN = 37, 32, 8, 3
 
 
@@ -33,18 +34,18 @@ def inputs(seed=1, only=NUM_EXPERTS):
     hidden = torch.randn(NUM_TOKENS, HIDDEN, generator=generator)
     ids = torch.rand(NUM_TOKENS, only, generator=generator).topk(PER_TOKEN).indices
     weights = torch.rand(NUM_TOKENS, PER_TOKEN, generator=generator)
-    return hidden, ids, weights
+    return hidden.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)
 
 
 def run(module, implementation, dtype, hidden, ids, weights, autocast=False):
     """Output, and gradients by hidden states, router weights and both parameters, in float64."""
-    module = copy.deepcopy(module).to(dtype)
+    module = copy.deepcopy(module).to(DEVICE, dtype)
     module.config._experts_implementation = implementation
     hidden, weights = (x.to(dtype).requires_grad_() for x in (hidden, weights))
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=autocast):
         output = module(hidden, ids, weights)
     wanted = [hidden, weights, *module.parameters()]
-    direction = torch.linspace(-1, 1, output.numel()).reshape(output.shape).to(output.dtype)
+    direction = torch.linspace(-1, 1, output.numel()).reshape(output.shape).to(output)
     return [x.double() for x in (output, *torch.autograd.grad(output, wanted, direction))]
 
 

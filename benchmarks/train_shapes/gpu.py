@@ -1,0 +1,174 @@
+"""Timing, memory and the machine's matrix rate; every case ends in one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SCHEMA_VERSION = 1
+GIB = 2**30
+
+# Part of a step by what its kernels' names hold, the first that fits.
+KERNELS = (
+    ("loss terms", ("_row_terms", "_row_statistics")),
+    ("attention", ("flash", "fmha", "attention")),
+    ("grouped products", ("group", "Group")),
+    ("products", ("gemm", "nvjet", "xmma", "cutlass", "gemv")),
+    ("optimizer and clipping", ("multi_tensor", "Adam")),
+    ("moving rows", ("index", "gather", "scatter", "ort", "Radix", "scan")),
+    ("copies and casts", ("copy", "Memcpy", "Memset", "Cat", "Fill")),
+)
+
+
+def wait_for_turn(path: Path | None) -> None:
+    """Return once `path` exists: a case imports while the one before it still has the GPU."""
+    while path is not None and not path.exists():
+        time.sleep(0.05)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def matrix_rate(device: torch.device, size: int = 8192, repeats: int = 10) -> float:
+    """FLOP/s of a bfloat16 product of two random [size, size] matrices, on a CPU a float32 one."""
+    dtype = torch.bfloat16
+    if device.type != "cuda":
+        size, repeats, dtype = 512, 2, torch.float32
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    synchronize(device)
+    started = time.perf_counter()
+    for _ in range(repeats):
+        a @ b
+    synchronize(device)
+    return 2 * size**3 * repeats / (time.perf_counter() - started)
+
+
+class Stopwatch:
+    """GPU time of wrapped functions, by name, from events on the stream; wall time on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._spans: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
+
+    def wrap(self, owner: Any, attribute: str, name: str) -> None:
+        """Replace `owner.attribute` by itself, timed."""
+        function = getattr(owner, attribute)
+
+        def timed(*positional: Any, **keywords: Any) -> Any:
+            start = self._mark()
+            result = function(*positional, **keywords)
+            self._spans[name].append((start, self._mark()))
+            return result
+
+        setattr(owner, attribute, timed)
+
+    def read(self) -> dict[str, float]:
+        """Seconds by name since the last reading."""
+        spans, self._spans = self._spans, defaultdict(list)
+        if self._on_gpu:
+            torch.cuda.synchronize()
+            return {n: sum(a.elapsed_time(b) for a, b in s) / 1e3 for n, s in spans.items()}
+        return {name: sum(b - a for a, b in s) for name, s in spans.items()}
+
+    def _mark(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def timed_steps(step: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
+    """Wall seconds of whole steps, the device idle before and after each; peak memory is theirs."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for _ in range(repeats):
+        synchronize(device)
+        started = time.perf_counter()
+        step()
+        synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def num_bytes(tensors: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def memory(
+    trained: list[torch.nn.Parameter],
+    frozen: list[torch.Tensor],
+    optimizers: list[torch.optim.Optimizer],
+) -> dict[str, float]:
+    """GiB: what a trainer must hold, the peak, and what the peak holds beyond the former.
+
+    Gradients count as beyond; they are also given alone.
+    """
+    states = [
+        value
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    held = {
+        "trained weights": num_bytes(trained),
+        "frozen weights": num_bytes(frozen),
+        "optimizer state": num_bytes(states),
+    }
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    found = held | {
+        "gradients": num_bytes(trained),
+        "peak": peak,
+        "peak beyond weights and optimizer state": peak - sum(held.values()),
+    }
+    return {name: value / GIB for name, value in found.items()}
+
+
+def profile(step: Callable[[], Any], path: Path) -> dict[str, float]:
+    """Profile one step: the 25 longest kernels into a text file, seconds by part returned."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as recording
+
+    on_gpu = torch.cuda.is_available()
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    with recording(activities=[activity]) as record:
+        step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    seconds: dict[str, float] = defaultdict(float)
+    count: dict[str, int] = defaultdict(int)
+    for event in record.events():
+        seconds[event.name] += (event.device_time if on_gpu else event.cpu_time) / 1e6
+        count[event.name] += 1
+    names = sorted(seconds, key=lambda name: -seconds[name])
+    lines = [f"{1e3 * seconds[n]:10.2f} ms {count[n]:6d} x  {n[:180]}" for n in names[:25]]
+    path.write_text("\n".join(lines) + "\n")
+    parts: dict[str, float] = defaultdict(float)
+    for name in names:
+        part = next((p for p, marks in KERNELS if any(m in name for m in marks)), "elementwise")
+        parts[part] += seconds[name]
+    return dict(parts)
+
+
+def emit(record: dict[str, Any], path: Path | None) -> None:
+    """Print a case as one line of JSON, and append it to a file."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    line = json.dumps(
+        {"schema_version": SCHEMA_VERSION, "device": device, "torch": torch.__version__} | record
+    )
+    print(line, flush=True)
+    if path is not None:
+        with path.open("a") as file:
+            file.write(line + "\n")
