@@ -12,7 +12,6 @@ speculators and what it imports; `--tiny` rehearses on a CPU.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import time
@@ -21,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch._dynamo
 
 sys.path.insert(0, str(Path(__file__).parent))
 import gpu
@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.eager:
-        os.environ["TORCH_COMPILE_DISABLE"] = "1"
+        torch._dynamo.config.disable = True
     import speculators.models.mtp  # noqa: F401  imported before the turn
 
     gpu.wait_for_turn(options.turn)
