@@ -138,9 +138,7 @@ class MTPDraft(Draft):
         input_ids = batch.input_ids.to(teacher.device)
         hidden, embeddings = teacher.batch_hidden(batch), teacher.embed(input_ids)
         with teacher.autocast():  # float32 weights; bfloat16 arithmetic on a GPU
-            chains = self.head.chains(
-                self._runtime, hidden.float(), embeddings.float(), self.num_positions
-            )
+            chains = self.head.chains(self._runtime, hidden, embeddings, self.num_positions)
         mask, totals = batch.loss_mask.to(teacher.device), totals.to(teacher.device)
         row_weights = category_weights(self._loss.category_weights, batch.categories)
         objective = objective_at(self._loss, progress)

@@ -39,6 +39,7 @@ from graft.manifest import (
 )
 from graft.reader import Checkpoint
 from mtp.experts import EXPERTS
+from mtp.norms import replace_norms
 from mtp.recipe import Runtime
 from mtp.repeated_layer import ATTENTION, RepeatedLayerCache, StepCache
 
@@ -93,6 +94,7 @@ class MTPHead(nn.Module):
         self.activation_checkpointing = False  # recompute layers in the backward pass
         self.norm = norm_class(hidden, eps=eps)
         self.rotary_emb = getattr(modeling, f"{prefix}TextRotaryEmbedding")(self.config)
+        replace_norms(self, norm_class)
 
     @property
     def num_layers(self) -> int:
@@ -263,8 +265,7 @@ def _native_state(base: Checkpoint, num_layers: int) -> dict[str, torch.Tensor]:
     """The base's MTP layer 0, repeated, in this module's names."""
     fused = fuse_experts({name: base.load(name) for name in base.head_names})
     wanted = head_tensor_shapes(base.text_config, 1)
-    missing = sorted(set(wanted) - set(fused))
-    if missing:
+    if missing := sorted(set(wanted) - set(fused)):
         raise UserError(
             f"a native MTP layer of {len(wanted)} tensors",
             f"no {', '.join(missing)}",
@@ -302,8 +303,7 @@ def _start_from_last_layer(head: MTPHead, base: Checkpoint) -> None:
     for module in head.layers:
         module.load_state_dict(layer, strict=True)
     with torch.no_grad():
-        size = head.config.hidden_size
-        eye = torch.eye(size)
+        eye = torch.eye(head.config.hidden_size)
         head.fc.weight.copy_(torch.cat([eye, eye], dim=1) / 2**0.5)
         head.norm.weight.copy_(base.load(names.final_norm).float())
 
@@ -311,8 +311,7 @@ def _start_from_last_layer(head: MTPHead, base: Checkpoint) -> None:
 def _start_from_folder(head: MTPHead, folder: Path) -> None:
     """Copy a head folder's layers, of any form; its last one stands for those that it lacks."""
     source = load_head(folder)
-    last = source.num_layers - 1
-    given = source.state_dict()
+    given, last = source.state_dict(), source.num_layers - 1
     state = {}
     for name in head.state_dict():
         kind, _, rest = name.partition(".")
@@ -321,9 +320,7 @@ def _start_from_folder(head: MTPHead, folder: Path) -> None:
             state[name] = given[f"layers.{min(int(number), last)}.{part}"]
         else:
             state[name] = given[name]
-    wrong = [
-        name for name, tensor in head.state_dict().items() if tensor.shape != state[name].shape
-    ]
+    wrong = [name for name, own in head.state_dict().items() if own.shape != state[name].shape]
     if wrong:
         raise UserError(
             "a head folder of the base's sizes to start from",
