@@ -26,6 +26,7 @@ def generate(
     concurrency: int,
     max_tokens: int,
     end_tokens: list[int] | None = None,
+    temperature: float = 0.0,
 ) -> dict[str, Any]:
     """Keep `concurrency` requests in flight until all prompts are done.
 
@@ -36,8 +37,8 @@ def generate(
     from vllm.sampling_params import RequestOutputKind
 
     sampling = SamplingParams(
-        temperature=0.0, max_tokens=max_tokens, ignore_eos=end_tokens is None, detokenize=False,
-        stop_token_ids=end_tokens or [], output_kind=RequestOutputKind.DELTA,
+        temperature=temperature, max_tokens=max_tokens, ignore_eos=end_tokens is None,
+        detokenize=False, stop_token_ids=end_tokens or [], output_kind=RequestOutputKind.DELTA,
     )  # fmt: skip
     engine, waiting = llm.llm_engine, list(enumerate(prompts))
     outputs: list[list[int]] = [[] for _ in prompts]
@@ -71,7 +72,9 @@ def start(spec: dict[str, Any]) -> Any:
     num_steps = spec["num_speculative_tokens"] or 0
     arguments = dict(spec["engine"])
     if num_steps:
-        arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": num_steps}
+        arguments["speculative_config"] = {
+            "method": "mtp", "num_speculative_tokens": num_steps, **spec.get("speculative", {}),
+        }  # fmt: skip
     return LLM(spec["checkpoint"], skip_tokenizer_init=True, disable_log_stats=False, **arguments)
 
 

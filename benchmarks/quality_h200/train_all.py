@@ -1,0 +1,155 @@
+"""Train and graft the heads of heads.toml, several at a time on one GPU.
+
+    python train_all.py WORK [NAME...] [--jobs 5] [--device cpu] [--set TABLE.KEY=VALUE]
+
+WORK holds `base` and `data`. Leaves heads/NAME, grafted/NAME, logs/NAME.txt (commands and output)
+and logs/times.jsonl. What is there is kept, and a head that fails does not stop the others: its
+logs/NAME.failed tells `serve_all.py` not to wait. The base's states are computed once for all, into
+a cache for `mtp train` and into speculators' format; without the cache each head runs the base.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import tomllib
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+SPECULATORS = str(HERE / "train_speculators.py")
+TABLE = tomllib.loads((HERE / "heads.toml").read_text())
+
+
+class Jobs:
+    """Commands of one WORK, each with a log and its time."""
+
+    def __init__(self, work: Path, device: str) -> None:
+        self.work, self.device = work, device
+        self.logs = work / "logs"
+        self.logs.mkdir(parents=True, exist_ok=True)
+
+    def run(self, name: str, made: Path, *command: str) -> None:
+        """Run a command unless what it makes is there.
+
+        Raises:
+            subprocess.CalledProcessError: it failed; its output is in the log.
+        """
+        if made.exists():
+            return
+        started = time.monotonic()
+        with (self.logs / f"{name}.txt").open("a") as log:
+            log.write(f"$ {' '.join(command)}\n")
+            log.flush()
+            # No torch.compile for speculators: its loop over experts breaks the graph.
+            environment = {"OMP_NUM_THREADS": "2", "TORCHDYNAMO_DISABLE": "1", **os.environ}
+            subprocess.run(
+                [sys.executable, *command], check=True, stdout=log, stderr=log, env=environment
+            )
+        seconds = round(time.monotonic() - started, 1)
+        with (self.logs / "times.jsonl").open("a") as times:
+            times.write(json.dumps({"name": name, "made": made.name, "seconds": seconds}) + "\n")
+        print(f"{time.strftime('%T')} {name}: {made.name} in {seconds} s", flush=True)
+
+    def mtp(self, name: str, made: Path, *words: str) -> None:
+        self.run(name, made, "-m", "mtp.cli", *words, "--out", str(made))
+
+    def states(self) -> None:
+        """The base's hidden states in speculators' format."""
+        self.run(
+            "speculators-states", self.work / "speculators" / "start", SPECULATORS, "states",
+            str(self.work / "base"), str(self.work / "data"), str(self.work / "speculators"),
+            "--device", self.device,
+        )  # fmt: skip
+
+    def cache(self) -> None:
+        """The base's hidden states for `mtp train`."""
+        self.mtp(
+            "cache", self.work / "cache", "data", "cache", "--base", str(self.work / "base"),
+            "--data", str(self.work / "data"), "--max-gigabytes", "16", "--device", self.device,
+        )  # fmt: skip
+
+
+def num_tokens(work: Path, settings: list[str]) -> int:
+    """Tokens that `mtp train` will see, padding not counted."""
+    from mtp.data.store import load_prepared
+    from mtp.recipe import load_recipe
+    from mtp.schedule import StepBatches
+
+    recipe = load_recipe(HERE / TABLE["recipe"], settings)
+    batches = StepBatches(load_prepared(work / "data")["train"], recipe.train)
+    return sum(batches.num_tokens(step) for step in range(recipe.train.steps))
+
+
+def has_cached_teacher() -> bool:
+    """Whether this `mtp train` can take its states from a cache."""
+    from mtp.recipe import Recipe
+
+    return "teacher" in Recipe.__dataclass_fields__
+
+
+def train_head(
+    jobs: Jobs, name: str, head: dict[str, Any], settings: list[str], needed: Future[None]
+) -> None:
+    """One head, from its states to a checkpoint to serve."""
+    work = jobs.work
+    base, made = str(work / "base"), work / "heads" / name
+    failed = needed.exception()  # waits
+    if "speculators" in head:
+        needed.result()
+        run = work / "runs" / name
+        tokens = ["--tokens", str(num_tokens(work, settings)), "--device", jobs.device]
+        if jobs.device == "cpu":
+            tokens += ["--tokens-per-step", "1024"]
+        if rate := head.get("learning_rate"):
+            tokens += ["--lr", rate]
+        states = str(work / "speculators" / head["speculators"])
+        jobs.run(
+            name, run / "checkpoint_best", SPECULATORS, "train", states, str(run), *tokens
+        )  # fmt: skip
+        jobs.run(name, made, SPECULATORS, "export", base, str(run), str(made))
+    else:
+        words = ["train", str(HERE / TABLE["recipe"]), "--base", base, "--data", str(work / "data")]
+        chosen = settings + head["set"]
+        if has_cached_teacher() and not failed:
+            chosen += ["teacher.kind=cache", f"teacher.cache={work / 'cache'}"]
+        words += [word for setting in chosen for word in ("--set", setting)]
+        jobs.mtp(name, made, *words, "--device", jobs.device, "--overwrite")
+    jobs.mtp(name, work / "grafted" / name, "graft", "--base", base, "--head", str(made))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("work", type=Path)
+    parser.add_argument("names", nargs="*", default=list(TABLE["heads"]))
+    parser.add_argument("--jobs", type=int, default=5)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--set", action="append", default=[], dest="settings")
+    given = parser.parse_args()
+    jobs = Jobs(given.work.resolve(), given.device)
+    settings = TABLE["settings"] + given.settings
+    heads = {name: TABLE["heads"][name] for name in given.names}
+    for folder in ("heads", "runs", "grafted"):
+        (jobs.work / folder).mkdir(exist_ok=True)
+
+    def one(name: str, needed: Future[None]) -> None:
+        try:
+            train_head(jobs, name, heads[name], settings, needed)
+        except Exception as error:  # the others go on
+            (jobs.logs / f"{name}.failed").write_text(repr(error))
+            print(f"{name} FAILED: {error!r}; see {jobs.logs / name}.txt", flush=True)
+
+    with ThreadPoolExecutor(given.jobs) as pool:
+        theirs = pool.submit(jobs.states)
+        ours = pool.submit(jobs.cache if has_cached_teacher() else lambda: None)
+        for name, head in heads.items():
+            pool.submit(one, name, theirs if "speculators" in head else ours)
+
+
+if __name__ == "__main__":
+    main()
