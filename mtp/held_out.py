@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -98,8 +99,11 @@ def _name(base: Path, prompts: list[Prompt], num_tokens: int) -> str:
 def _write(path: Path, text: Continuations) -> None:
     tensors = {"continuations": torch.tensor(text.continuations), "states": torch.cat(text.states)}
     metadata = {"end_tokens": json.dumps(sorted(text.end_tokens)), "sha256": _digest(tensors)}
+    # Under a name of its own first: heads that train side by side make the same file.
+    own = path.with_stem(f"{path.stem}.{os.getpid()}")
     try:
-        save_aside(tensors, path, metadata)
+        save_aside(tensors, own, metadata)
+        own.rename(path)
     except OSError as error:
         raise UserError(
             f"a cache in {path.parent.parent} that can be written", str(error), "copy it elsewhere"

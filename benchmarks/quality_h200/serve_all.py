@@ -2,15 +2,17 @@
 
     python serve_all.py WORK [NAME...] [--jobs 6] [--seconds 900] [--cpu]
 
-Reads heads.toml, waits for WORK/grafted/NAME of train_all.py, and leaves served/ENGINE/result.json
-(serve_head.py). Prompts come from the held-out rows of WORK/data. One engine with probabilistic
-drafts measures greedy decoding, where its drafts are the most likely tokens too, and temperature
-0.6; one with greedy drafts measures the same, for those heads of which heads.toml asks it.
+Reads heads.toml, waits for WORK/grafted/NAME@BASE of train_all.py, and leaves
+served/ENGINE/result.json (serve_head.py). Prompts come from the held-out rows of WORK/data. One
+engine with probabilistic drafts measures greedy decoding, where its drafts are the most likely
+tokens too, and temperature 0.6; one with greedy drafts measures the same, for those heads of which
+heads.toml asks it.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -55,11 +57,14 @@ def specs_of(work: Path, names: list[str], plan: Path, cpu: bool) -> list[dict[s
     table = tomllib.loads((HERE / "heads.toml").read_text())["heads"]
     specs = []
     for name in names or list(table):
-        for runtime in table[name]["serve"]:
-            for turn, drafts in enumerate(table[name].get("drafts", ["probabilistic"])):
+        bases, runtimes = table[name].get("bases", ["base"]), table[name]["serve"]
+        drawn = enumerate(table[name].get("drafts", ["probabilistic"]))
+        for base, runtime, (turn, drafts) in itertools.product(bases, runtimes, drawn):
+            if base == "base" or drafts == "probabilistic":
                 specs.append({
-                    "name": f"{name}-{runtime}-{drafts}", "head": name, "runtime": runtime,
-                    "turn": turn, "checkpoint": str(work / "grafted" / name), "plan": str(plan),
+                    "name": f"{name}-{base}-{runtime}-{drafts}", "head": name, "base": base,
+                    "runtime": runtime, "turn": turn, "plan": str(plan),
+                    "checkpoint": str(work / "grafted" / f"{name}@{base}"),
                     "num_speculative_tokens": K, "draft_sample_method": drafts,
                     "engine": common | eager,
                     "environment": {"MTP_GRAFT_ROUTING": "on" if runtime == "routed" else "off"},

@@ -64,8 +64,9 @@ def main(folder: Path) -> None:
     started = time.monotonic()
     llm, method = start(spec)
     result: dict[str, Any] = {
-        "schema_version": 1, "name": spec["name"], "head": spec["head"], "runtime": spec["runtime"],
-        "drafts": method, "seconds_to_start": time.monotonic() - started, "runs": [],
+        "schema_version": 1, "name": spec["name"], "head": spec["head"], "base": spec["base"],
+        "runtime": spec["runtime"], "drafts": method,
+        "seconds_to_start": time.monotonic() - started, "runs": [],
     }  # fmt: skip
     for run in spec["runs"]:
         result["runs"].append(measure(llm, spec, plan, run))

@@ -17,20 +17,21 @@ import numpy as np
 NUM_RESAMPLES = 4000
 OPPONENT = "speculators-post"
 Key = tuple[str, str]  # head and runtime
+Kind = tuple[str, float, str]  # base, temperature and how drafts are drawn
 
 
-def read_tables(served: Path) -> dict[tuple[float, str], dict[Key, dict[str, Any]]]:
-    """Runs by (temperature, how drafts are drawn), then by head and runtime.
+def read_tables(served: Path) -> dict[Kind, dict[Key, dict[str, Any]]]:
+    """Runs by what two of them must share to be compared, then by head and runtime.
 
     Greedy decoding has one table: its drafts are the most likely tokens either way, and a head's
     engine with greedy drafts comes first.
     """
-    tables: dict[tuple[float, str], dict[Key, dict[str, Any]]] = {}
+    tables: dict[Kind, dict[Key, dict[str, Any]]] = {}
     for path in sorted(served.glob("*/result.json")):
         result = json.loads(path.read_text())
         for run in result["runs"]:
             drafts = result["drafts"] if run["temperature"] else "greedy"
-            table = tables.setdefault((run["temperature"], drafts), {})
+            table = tables.setdefault((result["base"], run["temperature"], drafts), {})
             table.setdefault((result["head"], result["runtime"]), run)
     return dict(sorted(tables.items()))
 
@@ -116,10 +117,11 @@ def main(served: Path, out: Path) -> None:
         "schema_version": 1, "num_prompts": len(plan["prompts"]),
         "num_conversations": len(set(plan["conversations"])), "tables": [],
     }  # fmt: skip
-    for (temperature, drafts), table in read_tables(served).items():
+    for (base, temperature, drafts), table in read_tables(served).items():
         summary = summarize(table, times)
-        report["tables"].append({"temperature": temperature, "drafts": drafts} | summary)
-        show(f"Temperature {temperature}, {drafts} drafts", summary)
+        kind = {"base": base, "temperature": temperature, "drafts": drafts}
+        report["tables"].append(kind | summary)
+        show(f"Served on {base}, temperature {temperature}, {drafts} drafts", summary)
     out.write_text(json.dumps(report))
 
 

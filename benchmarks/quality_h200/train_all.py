@@ -2,10 +2,11 @@
 
     python train_all.py WORK [NAME...] [--jobs 5] [--device cpu] [--set TABLE.KEY=VALUE]
 
-WORK holds `base` and `data`. Leaves heads/NAME, grafted/NAME, logs/NAME.txt (commands and output)
-and logs/times.jsonl. What is there is kept, and a head that fails does not stop the others: its
-logs/NAME.failed tells `serve_all.py` not to wait. The base's states are computed once for all, into
-a cache for `mtp train` and into speculators' format; without the cache each head runs the base.
+WORK holds `base` and `data`. Leaves heads/NAME, grafted/NAME@BASE, logs/NAME.txt (commands and
+output) and logs/times.jsonl. What is there is kept, and a head that fails does not stop the
+others: its logs/NAME.failed tells `serve_all.py` not to wait. The base's states are computed once
+for all, into a cache for `mtp train` and into speculators' format; without the cache each head
+runs the base.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import time
 import tomllib
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +48,21 @@ class Jobs:
         with (self.logs / f"{name}.txt").open("a") as log:
             log.write(f"$ {' '.join(command)}\n")
             log.flush()
-            # No torch.compile for speculators: its loop over experts breaks the graph.
-            environment = {"OMP_NUM_THREADS": "2", "TORCHDYNAMO_DISABLE": "1", **os.environ}
+            environment = {"OMP_NUM_THREADS": "2", **os.environ}
+            if command[0] == SPECULATORS:  # its loop over experts would break a compiled graph
+                environment["TORCHDYNAMO_DISABLE"] = "1"
             subprocess.run(
                 [sys.executable, *command], check=True, stdout=log, stderr=log, env=environment
             )
         seconds = round(time.monotonic() - started, 1)
         with (self.logs / "times.jsonl").open("a") as times:
-            times.write(json.dumps({"name": name, "made": made.name, "seconds": seconds}) + "\n")
-        print(f"{time.strftime('%T')} {name}: {made.name} in {seconds} s", flush=True)
+            times.write(
+                json.dumps(
+                    {"name": name, "made": str(made.relative_to(self.work)), "seconds": seconds}
+                )
+                + "\n"
+            )
+        print(f"{time.strftime('%T')} {made.relative_to(self.work)} in {seconds} s", flush=True)
 
     def mtp(self, name: str, made: Path, *words: str) -> None:
         self.run(name, made, "-m", "mtp.cli", *words, "--out", str(made))
@@ -67,11 +75,19 @@ class Jobs:
             "--device", self.device,
         )  # fmt: skip
 
-    def cache(self) -> None:
-        """The base's hidden states for `mtp train`."""
+    def twin(self) -> None:
+        """The base with its experts in NVFP4."""
         self.mtp(
-            "cache", self.work / "cache", "data", "cache", "--base", str(self.work / "base"),
-            "--data", str(self.work / "data"), "--max-gigabytes", "16", "--device", self.device,
+            "base-nvfp4", self.work / "base-nvfp4", "quantize", "--trunk",
+            "--base", str(self.work / "base"),
+        )  # fmt: skip
+
+    def cache(self, base: str) -> None:
+        """A base's hidden states for `mtp train`."""
+        self.mtp(
+            f"cache-{base}", self.work / f"cache-{base}", "data", "cache",
+            "--base", str(self.work / base), "--data", str(self.work / "data"),
+            "--max-gigabytes", "16", "--device", self.device,
         )  # fmt: skip
 
 
@@ -86,41 +102,39 @@ def num_tokens(work: Path, settings: list[str]) -> int:
     return sum(batches.num_tokens(step) for step in range(recipe.train.steps))
 
 
-def has_cached_teacher() -> bool:
-    """Whether this `mtp train` can take its states from a cache."""
-    from mtp.recipe import Recipe
-
-    return "teacher" in Recipe.__dataclass_fields__
-
-
 def train_head(
-    jobs: Jobs, name: str, head: dict[str, Any], settings: list[str], needed: Future[None]
-) -> None:
-    """One head, from its states to a checkpoint to serve."""
+    jobs: Jobs, name: str, head: dict[str, Any], settings: list[str], states: Future[None],
+    twin: Future[None],
+) -> None:  # fmt: skip
+    """One head, from its base's states to checkpoints to serve."""
     work = jobs.work
-    base, made = str(work / "base"), work / "heads" / name
-    failed = needed.exception()  # waits
+    base, made = head.get("base", "base"), work / "heads" / name
+    failed = states.exception()  # waits
     if "speculators" in head:
-        needed.result()
+        states.result()
         run = work / "runs" / name
-        tokens = ["--tokens", str(num_tokens(work, settings)), "--device", jobs.device]
+        words = ["--tokens", str(num_tokens(work, settings)), "--device", jobs.device]
         if jobs.device == "cpu":
-            tokens += ["--tokens-per-step", "1024"]
+            words += ["--tokens-per-step", "512"]
         if rate := head.get("learning_rate"):
-            tokens += ["--lr", rate]
-        states = str(work / "speculators" / head["speculators"])
-        jobs.run(
-            name, run / "checkpoint_best", SPECULATORS, "train", states, str(run), *tokens
-        )  # fmt: skip
-        jobs.run(name, made, SPECULATORS, "export", base, str(run), str(made))
+            words += ["--lr", rate]
+        rows = str(work / "speculators" / head["speculators"])
+        jobs.run(name, run / "checkpoint_best", SPECULATORS, "train", rows, str(run), *words)
+        jobs.run(name, made, SPECULATORS, "export", str(work / base), str(run), str(made))
     else:
-        words = ["train", str(HERE / TABLE["recipe"]), "--base", base, "--data", str(work / "data")]
         chosen = settings + head["set"]
-        if has_cached_teacher() and not failed:
-            chosen += ["teacher.kind=cache", f"teacher.cache={work / 'cache'}"]
+        if not failed:
+            chosen += ["teacher.kind=cache", f"teacher.cache={work / f'cache-{base}'}"]
+        words = ["train", str(HERE / TABLE["recipe"])]
+        words += ["--base", str(work / base), "--data", str(work / "data")]
         words += [word for setting in chosen for word in ("--set", setting)]
         jobs.mtp(name, made, *words, "--device", jobs.device, "--overwrite")
-    jobs.mtp(name, work / "grafted" / name, "graft", "--base", base, "--head", str(made))
+    for other in head.get("bases", ["base"]):
+        if other == "base-nvfp4" and twin.exception():
+            continue
+        words = ["graft", "--base", str(work / other), "--head", str(made)]
+        words += ["--allow-mismatch"] if other != base else []
+        jobs.mtp(name, work / "grafted" / f"{name}@{other}", *words)
 
 
 def main() -> None:
@@ -137,18 +151,24 @@ def main() -> None:
     for folder in ("heads", "runs", "grafted"):
         (jobs.work / folder).mkdir(exist_ok=True)
 
-    def one(name: str, needed: Future[None]) -> None:
+    def one(name: str, states: Future[None]) -> None:
         try:
-            train_head(jobs, name, heads[name], settings, needed)
+            train_head(jobs, name, heads[name], settings, states, twin)
         except Exception as error:  # the others go on
             (jobs.logs / f"{name}.failed").write_text(repr(error))
             print(f"{name} FAILED: {error!r}; see {jobs.logs / name}.txt", flush=True)
 
+    states: dict[str, Future[None]] = {}
     with ThreadPoolExecutor(given.jobs) as pool:
-        theirs = pool.submit(jobs.states)
-        ours = pool.submit(jobs.cache if has_cached_teacher() else lambda: None)
+        twin = pool.submit(jobs.twin)
         for name, head in heads.items():
-            pool.submit(one, name, theirs if "speculators" in head else ours)
+            kind = "speculators" if "speculators" in head else head.get("base", "base")
+            if kind not in states:
+                make = jobs.states if kind == "speculators" else partial(jobs.cache, kind)
+                if kind == "base-nvfp4":
+                    twin.exception()  # waits; without it the cache fails, and says so
+                states[kind] = pool.submit(make)
+            pool.submit(one, name, states[kind])
 
 
 if __name__ == "__main__":

@@ -139,7 +139,6 @@ def train(data: Path, run: Path, *, tokens: int, per_step: int, rate: str, devic
         "log-dir": run / "logs",
         "log-freq": 50,
         "num-workers": 0 if device == "cpu" else 2,
-        "hidden-states-dtype": "float32" if device == "cpu" else "bfloat16",
     }
     if rate:
         arguments["lr"] = rate
