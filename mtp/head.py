@@ -295,11 +295,12 @@ def _start_from_last_layer(head: MTPHead, base: Checkpoint) -> None:
         )
     prefix = f"{names.layer_prefix}{last}."
     source = {
-        "mtp.layers.0." + n.removeprefix(prefix): base.load(n).float()
+        "mtp.layers.0." + n.removeprefix(prefix): base.load(n)
         for n in base.names
         if n.startswith(prefix)
     }
-    layer = {n.removeprefix("mtp.layers.0."): t for n, t in fuse_experts(source).items()}
+    fused = fuse_experts(dequantize_head(source))
+    layer = {n.removeprefix("mtp.layers.0."): tensor.float() for n, tensor in fused.items()}
     for module in head.layers:
         module.load_state_dict(layer, strict=True)
     with torch.no_grad():

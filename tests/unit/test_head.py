@@ -11,6 +11,7 @@ from graft.reader import Checkpoint
 from graft.writer import write_graft
 from mtp.head import MTPHead, head_from_base, load_head, save_head
 from mtp.teacher import Teacher
+from quantize.trunk import quantize_trunk
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +108,20 @@ def test_warm_start_from_the_last_full_attention_layer(random_base):
         )
         torch.testing.assert_close(layer.mlp.experts.gate_up_proj[2], torch.cat([gate, up]))
     torch.testing.assert_close(head.norm.weight, base.load("model.norm.weight").float())
+
+
+def test_warm_start_from_a_quantized_layer_is_what_the_base_computes_with(random_base, tmp_path):
+    quantize_trunk(random_base, tmp_path / "nvfp4", producer={"name": "modelopt", "version": "0"})
+    head = head_from_base(Checkpoint(tmp_path / "nvfp4"), 1, "last")
+    wanted = Teacher.load(tmp_path / "nvfp4", device="cpu").model.model.layers[-1].state_dict()
+    plain = Teacher.load(random_base, device="cpu").model.model.layers[-1].state_dict()
+    found = head.layers[0].state_dict()
+    assert found.keys() == wanted.keys()
+    close = {"rtol": 1 / 256, "atol": 0.0}  # a head starts from bfloat16 values
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, wanted[name].float(), **close)
+    name = "mlp.experts.down_proj"
+    assert not torch.allclose(found[name], plain[name].float(), **close)
 
 
 def test_native_warm_start_copies_layer_0_to_all(head, random_base, tmp_path):
