@@ -3,7 +3,8 @@
 MinHash over runs of 5 words, 14 bands of 8 (the values of datatrove's MinhashConfig): two texts
 meet with probability 1 - (1 - s^8)^14 at a Jaccard similarity of s, which is half at 0.69 and
 0.92 at 0.8. Runs of one task differ more than that, so the same opening request groups too. Groups
-are closed transitively: what is near to a member is in the group.
+are closed transitively: what is near to a member is in the group. Apart from them, a conversation
+that is the exact beginning of another says nothing of its own.
 
 `datasketch` offers the same, but keeps its tables as Python objects: some kilobytes a row, where
 a run must stay below 1 GB for millions of rows. Here a row is 15 numbers in a file, and a band is
@@ -12,9 +13,12 @@ sorted at a time.
 
 from __future__ import annotations
 
+import json
+from array import array
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from mtp.data.conversation import Conversation, Document
 from mtp.data.ngrams import joined_hashes, mixed, ngram_hashes, texts_of, word_hashes
@@ -23,6 +27,7 @@ WORDS, BANDS, ROWS_A_BAND = 5, 14, 8
 NUM_KEYS = BANDS + 1
 _MIN_REQUEST_WORDS = 8  # "Continue." and the like open unrelated conversations
 _SHINGLES_AT_ONCE = 1 << 12
+_BYTES_AT_ONCE = 1 << 23
 _GENERATOR = np.random.default_rng(20160331)
 _FACTORS = _GENERATOR.integers(1 << 63, size=(BANDS * ROWS_A_BAND, 1), dtype=np.uint64) * np.uint64(
     2
@@ -49,6 +54,58 @@ def group_keys(item: Conversation | Document) -> np.ndarray:
 
 
 _EMPTY = np.empty(0, dtype=np.uint64)
+
+
+def beginning_keys(conversation: Conversation) -> np.ndarray:
+    """[R] uint64: what is said up to each assistant turn, that turn included.
+
+    A log of requests holds a conversation once for each of its turns; all but the longest are
+    beginnings of it. The same key means the same turns, reasoning and supervision included, so
+    that nothing is lost with the shorter one.
+    """
+    state = xxhash.xxh3_64("\0".join(conversation.tools).encode())
+    keys = []
+    for message in conversation.messages:
+        said = [value for name, value in vars(message).items() if name != "token_ids"]
+        state.update(json.dumps(said, default=vars).encode())
+        if message.role == "assistant":
+            keys.append(state.intdigest())
+    return np.asarray(keys, dtype=np.uint64)
+
+
+class BeginningFile:
+    """Keys of conversations, and of their beginnings, which wait in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stream = path.open("wb")
+        self._whole = array("Q")
+
+    def add(self, keys: np.ndarray) -> None:
+        """Take the next one's `beginning_keys`; none for what is no conversation."""
+        self._stream.write(keys[:-1].tobytes())
+        self._whole.append(int(keys[-1]) if len(keys) else 0)
+
+    def contained(self) -> np.ndarray:
+        """[C] bool: what is the beginning of a longer one."""
+        self._stream.flush()
+        whole = np.frombuffer(self._whole, dtype=np.uint64)
+        order = np.argsort(whole, kind="stable")
+        ordered = whole[order]
+        found = np.zeros(len(whole), dtype=bool)
+        with self._path.open("rb") as stream:
+            while len(some := np.frombuffer(stream.read(_BYTES_AT_ONCE), dtype=np.uint64)):
+                # All with the same key: from the first place on to the last.
+                wanted = np.unique(some)
+                starts = np.searchsorted(ordered, wanted, side="left")
+                ends = np.searchsorted(ordered, wanted, side="right")
+                for start, end in zip(starts[starts < ends], ends[starts < ends], strict=True):
+                    found[order[start:end]] = True
+        return found & (whole != 0)
+
+    def close(self) -> None:
+        """Close the file; safe to call twice."""
+        self._stream.close()
 
 
 class KeyFile:

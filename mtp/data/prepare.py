@@ -140,7 +140,7 @@ def prepare(
                     report.add_counts(outcome.counts)
                     licence = item.value.licence
                     licence = chosen.default_licence if licence == UNKNOWN_LICENCE else licence
-                    collected.add(item, licence, outcome.windows, outcome.keys)
+                    collected.add(item, licence, outcome)
             copies = collected.deal(report)
             report.check(max_skip=chosen.max_skip)
             require_applied(reading.filters)

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from mtp.data.decontaminate import HELD_OUT_SHARE, HeldOutRuns
-from mtp.data.dedup import KeyFile
+from mtp.data.dedup import BeginningFile, KeyFile
 from mtp.data.mix import choose
 from mtp.data.report import Kind, PrepareReport
 from mtp.data.sources import Item
 from mtp.data.split import digest_of, held_out_side
 from mtp.data.store import RowWriter
-from mtp.data.windows import Window
+from mtp.data.work import Outcome
 from mtp.recipe import MixRecipe
 
 NEAR_DUPLICATES = ("together", "drop", "ignore")
@@ -44,13 +44,14 @@ class Collected:
     def __init__(self, folder: Path, rules: Rules) -> None:
         self._writer = RowWriter(folder)
         self._keys = KeyFile(folder / "keys.bin")
+        self._beginnings = BeginningFile(folder / "beginnings.bin")
         self._rules = rules
         self._kinds: dict[Kind, int] = {}
         self._kind, self._num_rows = array("q"), array("q")
         self._digest = array("Q")
         self._conversation, self._tokens, self._supervised = array("q"), array("q"), array("q")
 
-    def add(self, item: Item, licence: str, windows: list[Window], keys: Any) -> None:
+    def add(self, item: Item, licence: str, outcome: Outcome) -> None:
         """Take the windows of a conversation or document."""
         value: Any = item.value
         kind = Kind(
@@ -64,9 +65,10 @@ class Collected:
         self._kind.append(self._kinds.setdefault(kind, len(self._kinds)))
         self._num_rows.append(item.num_rows)
         self._digest.append(digest_of(value.id, self._rules.seed))
-        if keys is not None:
-            self._keys.add(keys)
-        for window in windows:
+        if outcome.keys is not None:
+            self._keys.add(outcome.keys)
+        self._beginnings.add(outcome.beginnings)
+        for window in outcome.windows:
             self._conversation.append(number)
             self._tokens.append(len(window.input_ids))
             self._supervised.append(int(window.loss_mask.sum()))
@@ -91,13 +93,18 @@ class Collected:
             conversation, weights=np.frombuffer(self._tokens, dtype=np.int64), minlength=count
         ).astype(np.int64)
         kept = tokens > 0
+        contained = self._beginnings.contained() & kept
+        self._drop(contained, "beginning of a longer conversation", report)
+        kept &= ~contained
         groups = np.arange(count)
         if rules.near_duplicates != "ignore":
             groups = self._keys.groups()
             self._report_groups(groups, report)
         if rules.near_duplicates == "drop":
-            later = groups != np.arange(count)
-            self._drop(later & kept, "near-duplicate", report)
+            first = np.full(count, count)
+            np.minimum.at(first, groups[kept], np.flatnonzero(kept))
+            later = kept & (first[groups] != np.arange(count))
+            self._drop(later, "near-duplicate", report)
             kept &= ~later
         held_out = held_out_side(digests, groups, percent=rules.held_out_percent)
         overlapping = self._overlapping(kept, held_out, report)
@@ -117,11 +124,13 @@ class Collected:
     def save(self, out: Path, copies: dict[str, np.ndarray]) -> None:
         """Write the splits."""
         self._keys.close()
+        self._beginnings.close()
         self._writer.save(out, copies)
 
     def close(self) -> None:
         """Close the files; safe to call twice."""
         self._keys.close()
+        self._beginnings.close()
         self._writer.close()
 
     def _overlapping(

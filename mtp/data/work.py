@@ -21,7 +21,7 @@ import numpy as np
 
 from mtp.data.conversation import Conversation, Document, RowError, checked, cut_at_mismatch
 from mtp.data.decontaminate import EvaluationSets
-from mtp.data.dedup import group_keys
+from mtp.data.dedup import beginning_keys, group_keys
 from mtp.data.mask import RenderedRow, loss_mask, num_edge_tokens, render_rows
 from mtp.data.own_tokens import encode_rows
 from mtp.data.render import Renderer, load_tokenizer
@@ -58,6 +58,7 @@ class Outcome:
         dropped: why it is of no use, "" if it is.
         contaminated_by: (file, line) of an evaluation item that it holds text of.
         keys: for `mtp.data.dedup`, None when no groups are looked for.
+        beginnings: for `mtp.data.dedup`, of a conversation.
         windows: its training sequences.
         counts: added to the fields of the same name of `PrepareReport`.
     """
@@ -67,6 +68,7 @@ class Outcome:
     dropped: str = ""
     contaminated_by: tuple[str, int] | None = None
     keys: np.ndarray | None = None
+    beginnings: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.uint64))
     windows: list[Window] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -110,6 +112,7 @@ class Worker:
         except RowError as error:
             outcome.refused = str(error)
             return []
+        outcome.beginnings = beginning_keys(matched)
         outcome.counts["cut_at_mismatch"] += len(matched.messages) < len(value.messages)
         outcome.counts["split_by_template"] += len(rows) - 1
         return rows

@@ -246,7 +246,9 @@ def test_report_tells_what_became_of_the_rows_of_each_source(base, tmp_path):
     from data_rows import CLAUDE, OPENAI, SCHEMA
 
     agent = {"messages": OPENAI, "tools": [SCHEMA], "model": "teacher-1"}
-    mismatch = {**agent, "messages": [*OPENAI[:3], OPENAI[4], {**OPENAI[3], "tool_call_id": "?"}]}
+    # Of other tools, else what is left of it would be the beginning of the agent's row.
+    mismatch = {**agent, "tools": [SCHEMA] * 2}
+    mismatch["messages"] = [*OPENAI[:3], OPENAI[4], {**OPENAI[3], "tool_call_id": "?"}]
     first = write_jsonl(tmp_path / "a.jsonl", [chat(1), {**chat(1), "id": "x"}, agent, mismatch])
     asked = {"messages": [{"role": "user", "content": "a"}], "reward": 0}
     second = write_jsonl(tmp_path / "b.jsonl", [asked, {"prompt": "b"}, "{", {"text": "c"}])
