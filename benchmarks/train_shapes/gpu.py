@@ -136,30 +136,36 @@ def memory(
     return {name: value / GIB for name, value in found.items()}
 
 
-def profile(step: Callable[[], Any], path: Path) -> dict[str, float]:
-    """Profile one step: the 25 longest kernels into a text file, seconds by part returned."""
+def profile(step: Callable[[], Any], path: Path | None) -> None:
+    """Profile one step into a text file: milliseconds by part, then the 25 longest kernels."""
+    if path is None:
+        return
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as recording
 
     on_gpu = torch.cuda.is_available()
-    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
-    with recording(activities=[activity]) as record:
+    with recording(activities=[getattr(ProfilerActivity, "CUDA" if on_gpu else "CPU")]) as record:
         step()
         if on_gpu:
             torch.cuda.synchronize()
-    seconds: dict[str, float] = defaultdict(float)
+    wanted = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+    spent: dict[str, float] = defaultdict(float)
     count: dict[str, int] = defaultdict(int)
     for event in record.events():
-        seconds[event.name] += (event.device_time if on_gpu else event.cpu_time) / 1e6
-        count[event.name] += 1
-    names = sorted(seconds, key=lambda name: -seconds[name])
-    lines = [f"{1e3 * seconds[n]:10.2f} ms {count[n]:6d} x  {n[:180]}" for n in names[:25]]
-    path.write_text("\n".join(lines) + "\n")
+        if event.device_type == wanted:
+            spent[event.name] += event.time_range.elapsed_us() / 1e3
+            count[event.name] += 1
     parts: dict[str, float] = defaultdict(float)
-    for name in names:
+    for name, milliseconds in spent.items():
         part = next((p for p, marks in KERNELS if any(m in name for m in marks)), "elementwise")
-        parts[part] += seconds[name]
-    return dict(parts)
+        parts[part] += milliseconds
+    names = sorted(spent, key=lambda name: -spent[name])[:25]
+    lines = [
+        *(f"{parts[part]:10.2f} ms           {part}" for part in sorted(parts, key=parts.get)),
+        "",
+        *(f"{spent[name]:10.2f} ms {count[name]:6d} x  {name[:180]}" for name in names),
+    ]
+    path.write_text("\n".join(lines) + "\n")
 
 
 def emit(record: dict[str, Any], path: Path | None) -> None:

@@ -17,22 +17,21 @@ ours() { echo "$here/step.py --name $*"; }
 theirs() { echo "$here/speculators_step.py --name $*"; }
 # seconds that the case may take once it has the GPU | command
 cases=(
-  "30|$(ours main --accumulation 2 --profile "$out/main-kernels.txt")"
-  "35|$(theirs speculators --eager --warm-up 1 --steps 2 --profile "$out/speculators-kernels.txt")"
-  "20|$(ours one-row --tokens 4096)"
-  "25|$(ours e2e_tv --accumulation 2 --loss e2e_tv)"
-  "25|$(ours large --tokens 32768)"
-  "45|$(ours compiled --accumulation 2 --compile)"
-  "30|$(ours before --tokens 4096 --experts grouped_mm --plain-loss --chunk-floats 268435456 \
-    --warm-up 1 --steps 1)"
-  "25|$(ours plain-loss --accumulation 2 --plain-loss)"
-  "25|$(ours ce --accumulation 2 --loss ce)"
-  "30|$(theirs speculators-grouped --eager --experts grouped_mm --warm-up 1 --steps 2)"
-  "25|$(ours accumulation-8 --accumulation 8 --warm-up 1 --steps 1)"
-  "25|$(ours checkpointing --tokens 32768 --checkpointing)"
-  "30|$(theirs speculators-8192 --eager --tokens 8192 --warm-up 1 --steps 1)"
-  "25|$(ours small-chunks --accumulation 2 --chunk-floats 268435456)"
-  "25|$(ours large-chunks --accumulation 2 --chunk-floats 1073741824)"
+  "30|$(ours main --accumulation 4 --profile "$out/main-kernels.txt")"
+  "40|$(theirs speculators --eager --profile "$out/speculators-kernels.txt")"
+  "20|$(ours one-row --tokens 4096 --steps 5)"
+  "20|$(ours large --tokens 32768 --accumulation 2)"
+  "20|$(ours ce --accumulation 4 --loss ce)"
+  "20|$(ours e2e_tv --accumulation 4 --loss e2e_tv)"
+  "25|$(ours plain-loss --accumulation 4 --plain-loss)"
+  "25|$(ours before --tokens 4096 --experts grouped_mm --plain-loss --chunk-floats 268435456 \
+    --steps 1)"
+  "30|$(theirs speculators-grouped --eager --experts grouped_mm)"
+  "45|$(ours compiled --accumulation 4 --compile)"
+  "20|$(ours small-chunks --accumulation 4 --chunk-floats 268435456)"
+  "20|$(ours checkpointing --tokens 65536 --checkpointing)"
+  "30|$(theirs speculators-8192 --eager --tokens 8192 --steps 1)"
+  "20|$(ours large-chunks --accumulation 4 --chunk-floats 1073741824)"
   "90|$(theirs speculators-compiled --warm-up 2 --steps 1)"
 )
 pids=()

@@ -15,6 +15,7 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,7 +76,10 @@ def batch(options: argparse.Namespace, device: torch.device) -> dict[str, torch.
     }
 
 
-def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def measure(
+    options: argparse.Namespace, device: torch.device
+) -> tuple[dict[str, Any], Callable[[], None]]:
+    """One case: time, memory, FLOPs; and a step to profile."""
     from speculators.train.optimizers import build_optimizers
 
     rates = [gpu.matrix_rate(device)]
@@ -107,14 +111,13 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
     trained = [p for p in model.parameters() if p.requires_grad]
     frozen = [p for p in model.parameters() if not p.requires_grad]
     usage = gpu.memory(trained, frozen, optimizers)
-    kernels = gpu.profile(step, options.profile) if options.profile else {}
     rates.append(gpu.matrix_rate(device))
     flops = step_flops(
         TINY if options.tiny else REAL, rows=1, length=options.tokens, num_steps=NUM_LAYERS,
         with_teacher=False,
     )  # fmt: skip
     layer_config = model.config.transformer_layer_config
-    return {
+    found = {
         "step_seconds": seconds,
         "warm_up_seconds": first,
         "tokens_per_step": options.tokens,
@@ -123,12 +126,12 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
         "matrix_rate": rates,
         "mfu": flops.total / median / max(rates),
         "memory_gib": usage,
-        "kernel_seconds": kernels,
         "losses": losses,
         "experts_implementation": str(layer_config._experts_implementation),
         "attention_implementation": str(layer_config._attn_implementation),
         "num_trained_parameters": sum(p.numel() for p in trained),
     }
+    return found, step
 
 
 def main() -> None:
@@ -138,8 +141,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--experts", help="transformers' name; by default what speculators leaves")
     parser.add_argument("--eager", action="store_true", help="without its torch.compile")
-    parser.add_argument("--warm-up", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--warm-up", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--turn", type=Path, help="wait for this file before using the GPU")
@@ -152,12 +155,14 @@ def main() -> None:
     gpu.wait_for_turn(options.turn)
     device = torch.device("cpu" if options.tiny else "cuda")
     settings = {k: v for k, v in vars(options).items() if k not in ("out", "turn", "profile")}
+    about = {"case": options.name, "trainer": "speculators 0.9.0", "settings": settings}
     try:
-        found = measure(options, device)
+        found, step = measure(options, device)
     except torch.OutOfMemoryError as error:
-        found = {"error": f"out of memory: {error}"[:300]}
-    gpu.emit({"case": options.name, "trainer": "speculators 0.9.0", "settings": settings} | found,
-             options.out)  # fmt: skip
+        gpu.emit(about | {"error": f"out of memory: {error}"[:300]}, options.out)
+        return
+    gpu.emit(about | found, options.out)
+    gpu.profile(step, options.profile)
 
 
 if __name__ == "__main__":

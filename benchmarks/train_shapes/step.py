@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -125,8 +126,10 @@ def build(options: argparse.Namespace, device: torch.device) -> Setup:
     )  # type: ignore[arg-type]  # fmt: skip
 
 
-def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """One case: time, memory, FLOPs."""
+def measure(
+    options: argparse.Namespace, device: torch.device
+) -> tuple[dict[str, Any], Callable[[], None]]:
+    """One case: time, memory, FLOPs; and a step to profile."""
     rates = [gpu.matrix_rate(device)]
     mtp.losses.fused.USE_KERNELS = not options.plain_loss
     if options.chunk_floats:
@@ -154,7 +157,6 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
     trained = [p for p in setup.draft.parameters() if p.requires_grad]
     source = setup.draft._teacher
     usage = gpu.memory(trained, [source.lm_head, source.embedding], setup.optimizers)
-    kernels = gpu.profile(step, options.profile) if options.profile else {}
     rates.append(gpu.matrix_rate(device))
 
     batches = setup.batches
@@ -166,7 +168,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
         with_teacher=options.loss != "ce",
     )
     tokens = batches.num_tokens(0)
-    return {
+    found = {
         "step_seconds": seconds,
         "tokens_per_step": tokens,
         "tokens_per_second": tokens / median,
@@ -177,11 +179,11 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
         "mfu_if_lm_head_were_trained": flops.total_if_lm_head_were_trained / median / max(rates),
         "memory_gib": usage,
         "part_seconds": parts,
-        "kernel_seconds": kernels,
         "losses": losses,
         "expert_load_variation": loads[-1],
         "num_trained_parameters": sum(p.numel() for p in trained),
     }
+    return found, step
 
 
 def main() -> None:
@@ -197,8 +199,8 @@ def main() -> None:
     parser.add_argument("--chunk-floats", type=int, default=0)
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--compile", action="store_true", help="torch.compile each layer")
-    parser.add_argument("--warm-up", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--warm-up", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--profile", type=Path, help="text file for the longest kernels")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--turn", type=Path, help="wait for this file before using the GPU")
@@ -207,12 +209,14 @@ def main() -> None:
     gpu.wait_for_turn(options.turn)
     device = torch.device("cpu" if options.tiny else "cuda")
     settings = {k: v for k, v in vars(options).items() if k not in ("out", "turn", "profile")}
+    about = {"case": options.name, "trainer": "mtp-graft", "settings": settings}
     try:
-        found = measure(options, device)
+        found, step = measure(options, device)
     except torch.OutOfMemoryError as error:
-        found = {"error": f"out of memory: {error}"[:300]}
-    gpu.emit({"case": options.name, "trainer": "mtp-graft", "settings": settings} | found,
-             options.out)  # fmt: skip
+        gpu.emit(about | {"error": f"out of memory: {error}"[:300]}, options.out)
+        return
+    gpu.emit(about | found, options.out)
+    gpu.profile(step, options.profile)
 
 
 if __name__ == "__main__":
