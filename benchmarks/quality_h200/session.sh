@@ -37,6 +37,6 @@ measure() {
   PYTHONPATH=$root:/tmp/site python3 "$here/summarize.py" "$work/served" "$out/quality.json" \
     > "$out/quality.md" 2>&1
   note "measured: $?"
-  tar cf "$out/quality-logs.tar" -C "$work" --exclude=plan.json logs served
+  tar czf "$out/quality-logs.tar.gz" -C "$work" --exclude=plan.json logs served
 }
 "$@"

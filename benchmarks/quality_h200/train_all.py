@@ -110,6 +110,12 @@ def train_head(
     work = jobs.work
     base, made = head.get("base", "base"), work / "heads" / name
     failed = states.exception()  # waits
+    if not head.get("trained", True):
+        states.result()
+        start = work / "grafted" / f"{name}@{base}"
+        if not start.exists():
+            start.symlink_to(work / "speculators" / "start")
+        return
     if "speculators" in head:
         states.result()
         run = work / "runs" / name
@@ -162,7 +168,8 @@ def main() -> None:
     with ThreadPoolExecutor(given.jobs) as pool:
         twin = pool.submit(jobs.twin)
         for name, head in heads.items():
-            kind = "speculators" if "speculators" in head else head.get("base", "base")
+            theirs = "speculators" in head or not head.get("trained", True)
+            kind = "speculators" if theirs else head.get("base", "base")
             if kind not in states:
                 make = jobs.states if kind == "speculators" else partial(jobs.cache, kind)
                 if kind == "base-nvfp4":

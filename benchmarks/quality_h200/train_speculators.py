@@ -1,8 +1,9 @@
-"""The head that speculators 0.9.0 trains, on our rows: `states`, then `train`, then `export`.
+"""The head that speculators 0.9.0 trains, on our rows: `states`, then `train`, `export`, `check`.
 
     python train_speculators.py states BASE DATA FOLDER [--device cpu]
     python train_speculators.py train FOLDER/post RUN --tokens N [--lr 1e-3] [--device cpu]
     python train_speculators.py export BASE RUN HEAD
+    python train_speculators.py check BASE FOLDER/post RUN HEAD
 
 Everything but the rows is theirs: converter, command line (`speculators train`), offline data
 format, packing, model, loss, optimizer, schedule, choice of checkpoint by validation loss. Ours:
@@ -186,9 +187,36 @@ def export(base: Path, run: Path, out: Path) -> None:
     print(out, provenance)
 
 
+@torch.no_grad()
+def check(base: Path, data: Path, run: Path, head_folder: Path) -> None:
+    """Largest difference of their model's logits and the exported head's, on the first row."""
+    from safetensors.torch import load_file
+    from speculators.models.mtp import MTPDraftModel
+    from transformers import AutoConfig
+
+    from mtp.head import load_head
+    from mtp.teacher import Teacher
+
+    start = data.parent / "start"
+    theirs = MTPDraftModel.from_training_args(
+        AutoConfig.from_pretrained(start), num_speculative_steps=NUM_STEPS,
+        verifier_name_or_path=str(start),
+    ).eval()  # fmt: skip
+    trained = load_file(run / "checkpoint_best" / "model.safetensors")
+    theirs.load_state_dict({n: tensor.float() for n, tensor in trained.items()}, strict=False)
+    row = load_file(data / "hidden_states" / "hs_0.safetensors")
+    hidden, ids = row["hidden_states"][None, :, 0].float(), row["token_ids"][None]
+    teacher = Teacher.load(base, device="cpu")
+    wanted, _, _ = theirs(input_ids=ids, hidden_states=hidden)
+    found = load_head(head_folder).eval().chain(hidden, teacher.embed(ids).float(), NUM_STEPS)
+    for k, (logits, output) in enumerate(zip(wanted, found, strict=True)):
+        own = (output @ teacher.lm_head.float().T)[:, : logits.shape[1]]
+        print(f"step {k}: {(logits - own).abs().max():.2g} of {logits.abs().max():.3g}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("action", choices=["states", "train", "export"])
+    parser.add_argument("action", choices=["states", "train", "export", "check"])
     parser.add_argument("folders", type=Path, nargs="+")
     parser.add_argument("--tokens", type=int, default=0)
     parser.add_argument("--tokens-per-step", type=int, default=TOKENS_PER_STEP)
@@ -202,8 +230,10 @@ def main() -> None:
             *given.folders, tokens=given.tokens,
             per_step=given.tokens_per_step, rate=given.lr, device=given.device,
         )  # fmt: skip
-    else:
+    elif given.action == "export":
         export(*given.folders)
+    else:
+        check(*given.folders)
 
 
 if __name__ == "__main__":
