@@ -21,6 +21,7 @@ cases=(
   "40|$(theirs speculators --eager --profile "$out/speculators-kernels.txt")"
   "20|$(ours one-row --tokens 4096 --steps 5)"
   "20|$(ours large --tokens 32768 --accumulation 2)"
+  "20|$(ours one-row-checkpointing --tokens 4096 --checkpointing)"
   "20|$(ours ce --accumulation 4 --loss ce)"
   "20|$(ours e2e_tv --accumulation 4 --loss e2e_tv)"
   "25|$(ours plain-loss --accumulation 4 --plain-loss)"

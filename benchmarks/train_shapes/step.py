@@ -66,7 +66,10 @@ class RandomSource:
         return F.embedding(input_ids.to(self.device), self.embedding)
 
     def batch_hidden(self, batch: Batch) -> torch.Tensor:
-        hidden = torch.zeros(*batch.input_ids.shape, self.lm_head.shape[1], dtype=torch.bfloat16)
+        hidden = torch.zeros(
+            *batch.input_ids.shape, self.lm_head.shape[1],
+            dtype=torch.bfloat16, pin_memory=self.device.type == "cuda",
+        )  # fmt: skip
         for target, row, length in zip(hidden, batch.rows, batch.lengths, strict=True):
             target[:length] = self._states[row][:length]
         return hidden.to(self.device, self.dtype, non_blocking=True)
