@@ -28,6 +28,7 @@ from mtp.teacher import Teacher
 from quantize.calibration import Algorithm, Scheme, require_algorithm
 from quantize.checks import check_written
 from quantize.experts import (
+    ALGOS,
     calibrate_head,
     calibration_rows,
     matching_scheme,
@@ -38,7 +39,6 @@ from quantize.gate import GateFailed, Replay, drops_too_far, paired_difference, 
 
 SCHEMA_VERSION = 2  # 2: difference, passed, scheme, coverage
 FORMS: dict[Scheme, Form] = {"w4a4": "nvfp4-modelopt", "w4a16": "nvfp4-modelopt-w4a16"}
-ALGOS: dict[Scheme, str] = {"w4a4": "NVFP4", "w4a16": "W4A16_NVFP4"}
 MAX_DROP = 0.01
 
 

@@ -33,6 +33,8 @@ from quantize.calibration import (
 from quantize.layerwise import layer_tensors, load_layer, visits
 from quantize.packing import FP4_MAX, FP8_MAX, pack
 
+ALGOS: dict[Scheme, str] = {"w4a4": "NVFP4", "w4a16": "W4A16_NVFP4"}
+
 
 def calibrate_head(
     source: HeadFolder,

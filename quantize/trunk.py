@@ -1,44 +1,42 @@
 """`mtp quantize --trunk`: the routed experts of a BF16 base to NVFP4, all else as it is.
 
 Experts are nine tenths of such a base, and the head that is served beside them has to be stated in
-the same quantization. Shard by shard: one without experts is linked, one with experts is written
-anew, under its own name, with the other tensors as the byte ranges that they are. So memory holds
-one matrix at a time, whatever the base. W4A16 needs no data; W4A4 needs the base once in process,
-to see the experts' inputs.
+the same quantization. W4A16 needs no data; W4A4 needs the base once in process, to see the inputs
+of its experts.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from graft.config_patch import nvfp4_blocks
-from graft.convert import PlannedTensor
+import torch
+
 from graft.errors import UserError
-from graft.ignore import derive_ignore
-from graft.index import INDEX_NAME, TensorInfo, index_of, write_json
-from graft.modules import is_multimodal, linear_modules
-from graft.place import Link, copy_file, require_space, share_files
-from graft.plan import QUANT_FILE, _other_files
-from graft.reader import Checkpoint, TensorStore
-from graft.schemes import SCHEMES, precision_problems, read_statement
+from graft.index import write_json
+from graft.layout import base_tensor_names
+from graft.place import Link
+from graft.reader import Checkpoint
 from graft.staging import staged_folder
-from graft.writer import write_shard
+from mtp.data.store import require_tokenizer_of
 from mtp.progress import track
-from quantize.streamed import ExpertMatrix, expert_matrices
-
-Scheme = Literal["w4a4", "w4a16"]
-REPORT = "quantize.manifest.json"  # what the command says about itself; also marks its own folders
-ALGOS: dict[Scheme, str] = {"w4a4": "NVFP4", "w4a16": "W4A16_NVFP4"}
+from mtp.router_load import RouterLoad
+from mtp.teacher import Teacher
+from quantize.calibration import Scheme, calibrate, quantized_experts, read_scales
+from quantize.experts import ALGOS, calibration_rows, producer
+from quantize.trunk_writer import REPORT, open_plain_base, write_trunk
 
 
 def quantize_trunk(
     base: Path,
     out: Path,
     *,
-    scheme: Scheme = "w4a16",
-    input_amax: dict[str, float] | None = None,
-    producer: dict[str, str],
+    data: Path | None = None,
+    scheme: Scheme | None = None,
+    calibration_tokens: int = 0,
+    device: str = "auto",
     link: Link = "auto",
     overwrite: bool = False,
 ) -> dict[str, Any]:
@@ -47,102 +45,86 @@ def quantize_trunk(
     Args:
         base: an unquantized Qwen3.5-like base with experts.
         out: the folder to make.
-        scheme: "w4a16", or "w4a4" with `input_amax`.
-        input_amax: for W4A4, from `calibrate_trunk`.
-        producer: who quantized, for the configs.
+        data: folder of `mtp data prepare`, whose training rows calibrate W4A4.
+        scheme: "w4a16", or "w4a4" with `data`; by default what `data` allows.
+        calibration_tokens: for W4A4.
+        device: where the base runs, for W4A4.
         link: how shards without experts are placed.
         overwrite: replace an `out` that this command wrote.
 
     Returns:
-        The report that also lies in the folder: matrices, bytes before and after.
+        The report that also lies in the folder: scheme, matrices, bytes before and after, and for
+        W4A4 the experts that no token reached.
 
     Raises:
-        UserError: a base that is quantized already or has no experts, or an `out` that must not be
-            written.
+        UserError: a base that is quantized already or has no experts, W4A4 without data, or an
+            `out` that must not be written.
     """
     checkpoint = open_plain_base(base)
-    matrices = expert_matrices(checkpoint.infos(), input_amax or {})
-    with staged_folder(out, overwrite=overwrite, sources=[base], mark=REPORT) as staging:
-        written = _write_shards(checkpoint, matrices, staging, link)
-        for name in _other_files(checkpoint, ())[0]:
-            if name != REPORT:
-                copy_file(base / name, staging / name)
-        write_json(staging / INDEX_NAME, index_of(written.infos(), checkpoint.index_metadata))
-        _write_configs(checkpoint, written, staging, scheme, producer)
-        if problems := precision_problems(Checkpoint(staging)):
-            raise AssertionError(f"the written configs contradict the tensors: {problems}")
+    scheme = scheme or ("w4a16" if data is None else "w4a4")
+    if scheme == "w4a4" and data is None:
+        raise UserError("--data to calibrate W4A4 on", "none", "name it, or pass --scheme w4a16")
+    sources = [base] if data is None else [base, data]
+    with staged_folder(out, overwrite=overwrite, sources=sources, mark=REPORT) as staging:
+        amax: dict[str, float] = {}
+        coverage: list[dict[str, Any]] = []
+        if scheme == "w4a4" and data is not None:
+            require_tokenizer_of(data, base)
+            rows = calibration_rows(data, calibration_tokens)
+            teacher = Teacher.load(base, device=device)
+            amax, coverage = calibrate_trunk(checkpoint, teacher, rows)
+            del teacher
+        sizes = write_trunk(checkpoint, staging, ALGOS[scheme], amax, producer(), link)
         report = {
             "schema_version": 1,
             "base": str(base),
             "scheme": scheme,
-            "producer": producer,
-            "num_matrices": sum(map(len, matrices.values())),
-            "bytes_before": sum(info.nbytes for info in checkpoint.infos()),
-            "bytes_after": sum(info.nbytes for info in written.infos()),
+            "producer": producer(),
+            "coverage": coverage,
+            **sizes,
         }
         write_json(staging / REPORT, report)
     return report
 
 
-def open_plain_base(base: Path) -> Checkpoint:
-    """Open a base that can be quantized.
+def calibrate_trunk(
+    checkpoint: Checkpoint, teacher: Teacher, rows: Sequence[torch.Tensor]
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """The largest input of each layer's experts, for W4A4, watched by modelopt's quantizers.
+
+    Args:
+        checkpoint: the base; gives the names.
+        teacher: the same base in process; its experts are wrapped, so it is of no use afterwards.
+        rows: [1, T] token ids each.
+
+    Returns:
+        Amax by `PREFIX.experts.gate_up_proj` and `….down_proj`, and by layer {"layer",
+        "never_routed"}: experts that no token reached, which share the layer's input scales.
 
     Raises:
-        UserError: an unsupported base, a quantized one, or one without routed experts.
+        UserError: a layer whose experts saw no token.
     """
-    checkpoint = Checkpoint(base)
-    checkpoint.require_supported()
-    modules = linear_modules(checkpoint.infos(), is_multimodal(checkpoint.config))
-    stored = sorted({module.stored for module in modules if module.quantized})
-    stated = read_statement(checkpoint).name
-    if stated != "none" or stored:
-        raise UserError(
-            "an unquantized base",
-            f"{stated}, stored as {', '.join(stored) or 'plain tensors'}, in {base}",
-            "use the BF16 base it was made from",
-        )
-    if not any(module.is_experts and not module.is_head for module in modules):
-        raise UserError("a base with routed experts", "a dense base", "serve it as it is")
-    return checkpoint
+    prefix = base_tensor_names(checkpoint).layer_prefix
+    teacher.model.set_experts_implementation("eager")
+    load = RouterLoad(teacher.model.get_decoder())
 
+    def read_rows(_: Any) -> None:
+        for row in track(rows, "base reads", unit="row"):
+            teacher.hidden(row)
 
-def _write_shards(
-    checkpoint: Checkpoint, matrices: dict[str, list[ExpertMatrix]], staging: Path, link: Link
-) -> TensorStore:
-    """Place every shard in `staging`, experts packed; all of it, reopened."""
-    planned: dict[str, list[PlannedTensor]] = {}
-    for name, header in checkpoint.shards.items():
-        if any(tensor in matrices for tensor in header):
-            planned[name] = [part for info in header.values() for part in _parts(info, matrices)]
-    kept = [name for name in checkpoint.shards if name not in planned]
-    pairs = [(checkpoint.folder / name, staging / name) for name in kept]
-    shared = share_files(pairs, link)
-    left = [pair for pair in pairs if pair[1].name not in shared]
-    nbytes = sum(part.nbytes for parts in planned.values() for part in parts)
-    require_space(staging, nbytes + sum(old.stat().st_size for old, _ in left))
-    for old, new in left:
-        copy_file(old, new)
-    for name, parts in track(list(planned.items()), "packing", unit="shard"):
-        write_shard(staging / name, parts)
-    return TensorStore(staging / name for name in checkpoint.shards)
-
-
-def _parts(info: TensorInfo, matrices: dict[str, list[ExpertMatrix]]) -> list[PlannedTensor]:
-    if info.name not in matrices:
-        return [info]
-    return [part for matrix in matrices[info.name] for part in matrix.parts()]
-
-
-def _write_configs(
-    checkpoint: Checkpoint,
-    written: TensorStore,
-    staging: Path,
-    scheme: Scheme,
-    producer: dict[str, str],
-) -> None:
-    multimodal = is_multimodal(checkpoint.config)
-    rules = SCHEMES["none"].rules(read_statement(checkpoint), multimodal)
-    ignore = derive_ignore(linear_modules(written.infos(), multimodal), rules)
-    block, file = nvfp4_blocks(ALGOS[scheme], ignore, producer)
-    write_json(staging / "config.json", {**checkpoint.config, "quantization_config": block})
-    write_json(staging / QUANT_FILE, file or {})
+    calibrate(teacher.model, read_rows, "w4a4")
+    amax: dict[str, float] = {}
+    for name, experts in quantized_experts(teacher.model):
+        layer = re.search(r"layers\.(\d+)\.", name)
+        assert layer is not None
+        for projection, scales in read_scales(experts, "w4a4").items():
+            assert scales.input_amax is not None
+            amax[f"{prefix}{layer[1]}.mlp.experts.{projection}"] = scales.input_amax
+    coverage = [
+        {
+            "layer": found.layer,
+            "never_routed": [e for e, part in enumerate(found.share) if not part],
+        }
+        for found in load.read()
+    ]
+    return amax, coverage

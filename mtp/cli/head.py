@@ -162,7 +162,6 @@ def quantize_command(
     from mtp.recipe import load_recipe
     from mtp.tables import acceptance_table
     from quantize import command
-    from quantize.experts import producer
     from quantize.gate import GateFailed
 
     if trunk:
@@ -170,7 +169,11 @@ def quantize_command(
 
         if base is None or out == QUANTIZED_HEAD:
             raise typer.BadParameter("--trunk needs --base and --out")
-        result = quantize_trunk(base, out, producer=producer(), overwrite=overwrite)
+        result = quantize_trunk(
+            base, out, data=data, scheme=scheme.value if scheme else None,
+            calibration_tokens=load_recipe(recipe).quantize.calibration_tokens,
+            device=device, overwrite=overwrite,
+        )  # fmt: skip
         sizes = f"{result['bytes_before']} -> {result['bytes_after']} bytes"
         emit(result, as_json, report, f"{out}: {result['num_matrices']} matrices, {sizes}")
         return

@@ -18,7 +18,7 @@ from tiny import write_base, write_tiny_head
 from graft.plan import plan_graft
 from graft.reader import Checkpoint
 from graft.writer import write_graft
-from quantize.trunk import quantize_trunk
+from quantize.trunk_writer import open_plain_base, write_trunk
 
 __all__ = ["load", "one_process"]  # fixtures
 PRODUCER = {"name": "modelopt", "version": "0.47.0"}
@@ -26,12 +26,14 @@ PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 
 def grafted(folder: Path, form: str, experts: str, scheme: str) -> Path:
     base = write_base(folder / "base", declared=1, experts=experts, **LAYOUT)
-    prefixes = {n.partition(".experts.")[0] for n in Checkpoint(base).names if ".experts." in n}
+    checkpoint = open_plain_base(base)
+    prefixes = {n.partition(".experts.")[0] for n in checkpoint.names if ".experts." in n}
     amax = {f"{p}.experts.{part}": 2.0 for p in prefixes for part in ("gate_up_proj", "down_proj")}
-    quantize_trunk(
-        base, folder / "nvfp4", scheme=scheme, producer=PRODUCER,
-        input_amax=amax if scheme == "w4a4" else None,
-    )  # fmt: skip
+    (folder / "nvfp4").mkdir()
+    if scheme == "w4a4":
+        write_trunk(checkpoint, folder / "nvfp4", "NVFP4", amax, PRODUCER)
+    else:
+        write_trunk(checkpoint, folder / "nvfp4", "W4A16_NVFP4", {}, PRODUCER)
     head = write_tiny_head(folder / "head", folder / "nvfp4", form=form)
     return write_graft(plan_graft(folder / "nvfp4", head), folder / "out").out
 
