@@ -31,6 +31,10 @@ class LayerLoad:
     share: list[float]
     variation: float
 
+    def unused(self) -> list[int]:
+        """Experts that no token was sent to."""
+        return [expert for expert, part in enumerate(self.share) if not part]
+
 
 class RouterLoad:
     """Counts routing in all passes of a head from here on, until `remove`."""

@@ -75,8 +75,7 @@ def calibrate_head(
         calibrate(head, visit.run, scheme, algorithm)
         (_, experts), *_ = quantized_experts(head)
         scales = read_scales(experts, scheme)
-        share = [layer.share for layer in load.read()]
-        unseen = {e for e, part in enumerate(share[0]) if not part} if share else set()
+        unseen = {expert for layer in load.read() for expert in layer.unused()}
         if visit.layer in found:  # more steps than layers: this one runs again
             scales = _larger_inputs(found[visit.layer], scales)
             unseen &= set(coverage[visit.layer]["never_routed"])

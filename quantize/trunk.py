@@ -120,11 +120,5 @@ def calibrate_trunk(
         for projection, scales in read_scales(experts, "w4a4").items():
             assert scales.input_amax is not None
             amax[f"{prefix}{layer[1]}.mlp.experts.{projection}"] = scales.input_amax
-    coverage = [
-        {
-            "layer": found.layer,
-            "never_routed": [e for e, part in enumerate(found.share) if not part],
-        }
-        for found in load.read()
-    ]
+    coverage = [{"layer": found.layer, "never_routed": found.unused()} for found in load.read()]
     return amax, coverage

@@ -82,7 +82,7 @@ def test_the_configs_state_what_is_stored(tmp_path, layout):
 
 
 def largest_inputs(base, rows):
-    """The largest input of each projection in each layer, watched at `F.linear` without modelopt."""
+    """The largest input of each projection in each layer, watched without modelopt."""
     teacher = Teacher.load(base, device="cpu")
     teacher.model.set_experts_implementation("eager")
     owners = {
