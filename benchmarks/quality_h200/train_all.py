@@ -116,7 +116,17 @@ def train_head(
         if not start.exists():
             start.symlink_to(work / "speculators" / "start")
         return
-    if "speculators" in head:
+    if "quantized" in head:
+        trained = work / "heads" / head["quantized"]
+        while not trained.exists():
+            if (jobs.logs / f"{trained.name}.failed").exists():
+                raise RuntimeError(f"no {trained.name} to quantize")
+            time.sleep(1)
+        words = ["quantize", "--head", str(trained), "--base", str(work / base)]
+        words += ["--data", str(work / "data"), "--recipe", str(HERE / TABLE["recipe"])]
+        words += ["--device", jobs.device, "--report", str(jobs.logs / f"{name}.json")]
+        jobs.mtp(name, made, *words)
+    elif "speculators" in head:
         states.result()
         run = work / "runs" / name
         words = ["--tokens", str(num_tokens(work, settings)), "--device", jobs.device]
