@@ -23,7 +23,11 @@ _TRIALS = ("a", " a", "\na", "Ab", "1", "é", "  \n", "")
 
 
 class Encoder:
-    """The Rust tokenizer behind a transformers one."""
+    """The Rust tokenizer behind a transformers one.
+
+    Attributes:
+        special_tokens: their texts, by id.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         from tokenizers import Tokenizer
@@ -33,6 +37,11 @@ class Encoder:
         self._backend = Tokenizer.from_str(json.dumps(description))
         self._backend.no_padding()
         self._backend.no_truncation()
+        self.special_tokens = tuple(
+            token["content"]
+            for token in sorted(description["added_tokens"], key=lambda token: token["id"])
+            if token["special"] and token["content"].strip()
+        )
         self._lengths = _token_lengths(description)
         self._cut = self._cuts(description["added_tokens"])
         self._openings: dict[str, Encoded] = {}

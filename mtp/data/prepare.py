@@ -15,6 +15,7 @@ from mtp.data.filters import RowFilter, require_applied
 from mtp.data.formats import recogniser
 from mtp.data.hub import HUB_PREFIX
 from mtp.data.mix import checked_weights
+from mtp.data.plain_tokenizer import PlainTokenizer
 from mtp.data.render import load_tokenizer, tokenizer_fingerprint
 from mtp.data.report import PrepareReport
 from mtp.data.secrets import SCAN, require_scanner
@@ -122,7 +123,8 @@ def prepare(
     if not sources:
         raise UserError("at least one source", "none", "pass --source")
     report = PrepareReport()
-    job = _job(base, chosen, report)
+    tokenizer = load_tokenizer(base)
+    job = _job(tokenizer, chosen, report)
     with staged_folder(out, overwrite=overwrite, sources=[base, *local], mark=MANIFEST) as staging:
         worker = Worker(job)
         collected = Collected(staging / ".rows", _rules(chosen))
@@ -150,7 +152,7 @@ def prepare(
         write_manifest(
             staging,
             {
-                **tokenizer_fingerprint(base, load_tokenizer(base)),
+                **tokenizer_fingerprint(base, tokenizer),
                 "settings": chosen.as_dict(),
                 "licences": sorted(report.licences),
                 "report": report.as_dict(),
@@ -159,12 +161,12 @@ def prepare(
     return report
 
 
-def _job(base: Path, settings: Settings, report: PrepareReport) -> Job:
+def _job(tokenizer: Any, settings: Settings, report: PrepareReport) -> Job:
     evaluation = read_evaluation_sets(settings.decontaminate)
     report.evaluation_items = dict(evaluation.num_items)
     report.evaluation_items_too_short = dict(evaluation.num_too_short)
     return Job(
-        base=base,
+        tokenizer=PlainTokenizer.of(tokenizer),
         thinking=settings.thinking,
         max_length=settings.max_length,
         allow_missing_tools=settings.allow_missing_tools,

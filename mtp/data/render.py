@@ -29,7 +29,7 @@ class Renderer:
     """The base's tokenizer and chat template under one setting of thinking.
 
     Args:
-        tokenizer: a fast transformers tokenizer.
+        tokenizer: a fast transformers tokenizer, or its `PlainTokenizer`.
         thinking: "keep" renders as a server with thinking on, the reasoning included; "strip"
             removes all reasoning and renders as with `enable_thinking=false`.
         num_checked: texts of `Prefixes` that are compared at first.
@@ -40,12 +40,8 @@ class Renderer:
             raise UserError("thinking 'keep' or 'strip'", f"{thinking!r}", "fix --thinking")
         self.tokenizer = tokenizer
         self.thinking = thinking
-        self.end_tokens = tuple(
-            str(token.content)
-            for token in tokenizer.added_tokens_decoder.values()
-            if token.special and token.content.strip()
-        )
         self.encoder = Encoder(tokenizer)
+        self.end_tokens = self.encoder.special_tokens
         self.remembers = True
         self._num_checked, self._num_prefixes = num_checked, 0
         self._templates: dict[str, PrefixTemplate] = {}

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,8 @@ from mtp.data.decontaminate import EvaluationSets
 from mtp.data.dedup import beginning_keys, group_keys
 from mtp.data.mask import RenderedRow, loss_mask, num_edge_tokens, render_rows
 from mtp.data.own_tokens import encode_rows
-from mtp.data.render import Renderer, load_tokenizer
+from mtp.data.plain_tokenizer import PlainTokenizer
+from mtp.data.render import Renderer
 from mtp.data.secrets import masked
 from mtp.data.windows import Window, conversation_windows, document_windows
 
@@ -39,7 +39,7 @@ Value = Conversation | Document
 class Job:
     """What all workers need to know."""
 
-    base: Path
+    tokenizer: PlainTokenizer
     thinking: str
     max_length: int
     allow_missing_tools: bool
@@ -78,7 +78,7 @@ class Worker:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._renderer = Renderer(load_tokenizer(job.base), thinking=job.thinking)
+        self._renderer = Renderer(job.tokenizer, thinking=job.thinking)
 
     def work(self, batch: list[Value]) -> list[Outcome]:
         """One outcome a row, in order."""
@@ -180,7 +180,7 @@ def work_on(
     batches = itertools.chain([following], batches)
     # Forked from a process that has imported all this once, and has no threads yet.
     context = get_context("forkserver")
-    context.set_forkserver_preload([__name__, "transformers.models.auto.tokenization_auto"])
+    context.set_forkserver_preload([__name__, "transformers.utils.chat_template_utils"])
     with ProcessPoolExecutor(
         num_workers, mp_context=context, initializer=_start, initargs=(job,)
     ) as pool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 
 import pytest
@@ -10,6 +11,7 @@ from data_helpers import TEMPLATES, make_base
 
 from mtp.data import template
 from mtp.data.conversation import Message, RowError, ToolCall
+from mtp.data.plain_tokenizer import PlainTokenizer
 from mtp.data.render import Renderer, load_tokenizer
 
 NEIGHBOURS = """{%- for message in messages -%}
@@ -114,6 +116,25 @@ def test_all_prefixes_are_those_of_transformers(tokenizer, name):
     assert found == 0 and total > 100
     remembered = renderer.template(()).num_remembered
     assert remembered == num_loops if num_loops else remembered >= 1
+
+
+def test_a_plain_tokenizer_renders_alike(tokenizer):
+    """What workers get, `bos_token` and a template of its own for tools included."""
+    tools_too = "{{ bos_token }}{{ tools|length }}" + FILES["qwen35"][0]
+    tokenizer.chat_template = {"default": FILES["qwen35"][0], "tool_use": tools_too}
+    tokenizer.add_special_tokens({"bos_token": "<|endoftext|>"})
+    plain = pickle.loads(pickle.dumps(PlainTokenizer.of(tokenizer)))
+    real, ours = (Renderer(which, num_checked=0) for which in (tokenizer, plain))
+    assert real.end_tokens == ours.end_tokens and "<|im_end|>" in ours.end_tokens
+    generator, seen = random.Random(5), set()
+    for _ in range(8):
+        messages, tools = some_conversation(generator)
+        wanted = said(real.text, messages, tools, generation_prompt=True)
+        assert said(ours.text, messages, tools, generation_prompt=True) == wanted
+        prefixes = ours.prefixes(messages, tools)
+        assert said(prefixes.text, len(messages), generation_prompt=True) == wanted
+        seen.add(wanted.startswith("<|endoftext|>"))
+    assert seen == {True, False}
 
 
 @pytest.mark.parametrize("name", NOT_KNOWN)
