@@ -84,3 +84,15 @@ def test_float32_weights_are_multiplied_as_autocast_says(
     assert seen == {multiplied}
     expected = run(experts, "eager", torch.float64, *inputs())
     assert max(errors(found, expected)) < 0.02
+
+
+def test_frozen_experts_get_no_gradient_and_pass_it_on(experts):
+    expected = run(experts, EXPERTS, torch.float32, *inputs())[1]
+    experts.to(DEVICE).requires_grad_(False)
+    experts.config._experts_implementation = EXPERTS
+    hidden, ids, weights = inputs()
+    output = experts(hidden.requires_grad_(), ids, weights)
+    direction = torch.linspace(-1, 1, output.numel()).reshape(output.shape).to(output)
+    (found,) = torch.autograd.grad(output, [hidden], direction)
+    torch.testing.assert_close(found.double(), expected)
+    assert all(parameter.grad is None for parameter in experts.parameters())
