@@ -67,13 +67,12 @@ def tracking(accelerator: Accelerator, folder: Path, step: int, record: Any) -> 
     """
     name = str(accelerator.log_with[0]) if accelerator.log_with else None
     if name == "tensorboard":
-        options = {name: {"purge_step": step + 1}}
-        accelerator.init_trackers(name, init_kwargs=options)
+        accelerator.init_trackers(name, init_kwargs={name: {"purge_step": step + 1}})
     elif name is not None:
         run = folder.name.removesuffix(".run")
-        options = {name: {"name": run, "group": run, "dir": str(folder)}}
+        options = {"name": run, "group": run, "dir": str(folder)}
         try:
-            accelerator.init_trackers("mtp-graft", config=record, init_kwargs=options)
+            accelerator.init_trackers("mtp-graft", config=record, init_kwargs={name: options})
         except Exception as error:
             if not type(error).__module__.startswith(name):
                 raise
