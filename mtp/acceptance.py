@@ -124,10 +124,19 @@ def draft_tokens(
     states: torch.Tensor,
     num_steps: int,
     runtime: Runtime = "routed",
+    first: int = 0,
 ) -> list[list[int]]:
     """Drafts of every step at every start of one sequence: element [k][p] guesses token p+k+2.
 
-    `states` [T, H] are the base's hidden states of `tokens` [T] after its final norm.
+    Args:
+        source: the base's embedding and `lm_head`.
+        head: the draft head.
+        tokens: [T].
+        states: [T, H] the base's hidden states of them, after its final norm.
+        num_steps: tokens drafted a round.
+        runtime: see `measure`.
+        first: the first start that is asked for; before it there is -1, since logits of a long
+            prompt would be the largest tensor of all.
     """
     ids = torch.tensor([list(tokens)], device=source.device)
     dtype = next(head.parameters()).dtype
@@ -135,7 +144,8 @@ def draft_tokens(
     hidden = states.unsqueeze(0).to(source.device, dtype)
     outputs = chain(hidden, source.embed(ids).to(dtype), num_steps)
     lm_head = source.lm_head.to(dtype)
-    return [F.linear(output[0], lm_head).argmax(-1).tolist() for output in outputs]
+    guesses = [F.linear(output[0, first:], lm_head).argmax(-1).tolist() for output in outputs]
+    return [[-1] * first + guess for guess in guesses]
 
 
 @dataclass(frozen=True)
@@ -210,13 +220,12 @@ def measure(
     """
     steps = num_steps or head.num_layers
     head.eval()
-    rows = list(zip(text.rows(), text.states, strict=True))
-    counts = [
-        text.replay(number, draft_tokens(source, head, tokens, states, steps, runtime))
-        for number, (tokens, states) in enumerate(
-            track(rows, "replaying speculative decoding", unit="prompt")
-        )
-    ]
+    texts = list(zip(text.prompts, text.rows(), text.states, strict=True))
+    counts = []
+    for prompt, tokens, states in track(texts, "replaying speculative decoding", unit="prompt"):
+        first = len(prompt.token_ids) - 1
+        drafts = draft_tokens(source, head, tokens, states, steps, runtime, first)
+        counts.append(text.replay(len(counts), drafts))
     return summarise(text, counts, steps, runtime)
 
 

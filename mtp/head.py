@@ -132,8 +132,7 @@ class MTPHead(nn.Module):
             position_ids=position_ids,
             **keywords,
         )
-        if self.activation_checkpointing and torch.is_grad_enabled() and chain is None:
-            # A layer that keeps its keys for later steps must not run twice.
+        if self.activation_checkpointing and torch.is_grad_enabled():
             x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
         else:
             x = layer(x)
