@@ -221,7 +221,7 @@ def measure(
     steps = num_steps or head.num_layers
     head.eval()
     texts = list(zip(text.prompts, text.rows(), text.states, strict=True))
-    counts = []
+    counts: list[AcceptanceCounts] = []
     for prompt, tokens, states in track(texts, "replaying speculative decoding", unit="prompt"):
         first = len(prompt.token_ids) - 1
         drafts = draft_tokens(source, head, tokens, states, steps, runtime, first)
