@@ -27,6 +27,7 @@ cases=(
   "25|$(ours plain-loss --accumulation 4 --plain-loss)"
   "25|$(ours before --tokens 4096 --experts grouped_mm --plain-loss --chunk-floats 268435456 \
     --steps 1)"
+  "20|$(theirs speculators-fastest --eager --experts grouped_mm --weights bfloat16)"
   "30|$(theirs speculators-grouped --eager --experts grouped_mm)"
   "45|$(ours compiled --accumulation 4 --compile)"
   "20|$(ours small-chunks --accumulation 4 --chunk-floats 268435456)"

@@ -59,7 +59,7 @@ def build(options: argparse.Namespace, device: torch.device) -> torch.nn.Module:
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         torch.nn.init.normal_(model.lm_head.weight, std=4 / shapes["hidden_size"] ** 0.5)
-    return model.train()
+    return model.to(getattr(torch, options.weights)).train()
 
 
 def batch(options: argparse.Namespace, device: torch.device) -> dict[str, torch.Tensor]:
@@ -140,6 +140,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="of a step: one packed sequence")
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--experts", help="transformers' name; by default what speculators leaves")
+    parser.add_argument("--weights", default="float32", help="its trainer's own on one GPU")
     parser.add_argument("--eager", action="store_true", help="without its torch.compile")
     parser.add_argument("--warm-up", type=int, default=1)
     parser.add_argument("--steps", type=int, default=2)
