@@ -6,7 +6,10 @@ import contextlib
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
+
+from graft.errors import UserError
 
 T = TypeVar("T")
 
@@ -109,3 +112,12 @@ def stop_requests() -> Iterator[list[str]]:
     finally:
         for name, handler in before.items():
             signal.signal(name, handler)
+
+
+def interrupted(requests: list[str], step: int, last: int, run: Path) -> UserError:
+    """The error that ends a run which a signal asked to stop."""
+    return UserError(
+        f"{last} steps",
+        f"{requests[0] if requests else 'a signal'} after step {step}, written to {run}",
+        "pass --resume to go on",
+    )

@@ -54,7 +54,7 @@ from mtp.parallel import (
     whole,
     wrap,
 )
-from mtp.progress import TrainingBar, stop_requests
+from mtp.progress import TrainingBar, interrupted, stop_requests
 from mtp.recipe import Recipe
 from mtp.recipe_text import dump_recipe
 from mtp.run_folder import RunFolder, check_run, open_run, run_path
@@ -379,15 +379,6 @@ def divergence(
     checkpoints = setup.run.checkpoints()
     last = str(checkpoints[-1]) if checkpoints else "none yet"
     return divergence_error(state.step + 1, what, setup.rows, indices, last)
-
-
-def interrupted(requests: list[str], step: int, last: int, run: Path) -> UserError:
-    """The error that ends a run which a signal asked to stop."""
-    return UserError(
-        f"{last} steps",
-        f"{requests[0] if requests else 'a signal'} after step {step}, written to {run}",
-        "pass --resume to go on",
-    )
 
 
 def stalled(setup: Setup, state: TrainState) -> bool:
