@@ -103,7 +103,7 @@ def quantizer_config(
 
 def calibrate(
     model: nn.Module,
-    forward_loop: Callable[[Any], None],
+    forward_loop: Callable[[Any], object],
     scheme: Scheme,
     algorithm: Algorithm = "max",
     backend: str | None = None,

@@ -36,12 +36,13 @@ class Visit:
         self.outputs: list[list[torch.Tensor]] = []
 
     @torch.no_grad()
-    def run(self, head: MTPHead) -> None:
-        """Run the turn with `head`, from `load_layer`."""
+    def run(self, head: MTPHead) -> list[list[torch.Tensor]]:
+        """Run the turn with `head`, from `load_layer`; returns its own outputs."""
         rows = range(len(self._chain.rows))
         description = f"layer {self.layer}"
         found = [self._chain.run(head, self, row) for row in track(rows, description, unit="row")]
         self.outputs = self.outputs or found
+        return found
 
 
 class _Chain:
@@ -105,13 +106,19 @@ def visits(
         chain.advance(visit.outputs)
 
 
-def load_layer(source: HeadFolder, layer: int, device: torch.device) -> MTPHead:
-    """A head of one layer, float32 and eager, that computes what layer `layer` of `source` does.
+def load_layer(
+    source: HeadFolder,
+    layer: int,
+    device: torch.device,
+    experts_implementation: str = "grouped_mm",
+) -> MTPHead:
+    """A head of one layer, in float32, that computes what layer `layer` of `source` does.
 
     Args:
         source: a head of any form; NVFP4 experts are dequantized.
         layer: which.
         device: where.
+        experts_implementation: "eager" for modelopt.
     """
     prefix = f"mtp.layers.{layer}."
     tensors = layer_tensors(source, layer)
@@ -121,8 +128,7 @@ def load_layer(source: HeadFolder, layer: int, device: torch.device) -> MTPHead:
         for name, tensor in tensors.items()
     }
     del tensors
-    # modelopt finds an expert by the offset of its weight, which the other implementations hide.
-    head = MTPHead(source.metadata["text_config"], 1, experts_implementation="eager")
+    head = MTPHead(source.metadata["text_config"], 1, experts_implementation)
     head.load_state_dict(state, strict=True, assign=True)
     return head.to(device).eval().requires_grad_(False)
 
