@@ -1,7 +1,8 @@
 """Training in child processes: several at once, and some that are killed.
 
 A script rather than a fixture: it imports torch once and forks before it computes anything, which
-is both quick and safe. Usage: train_forked.py FOLDER [DEVICE]; base, data and runs go to FOLDER.
+is both quick and safe. Hidden states come from a cache, so that no child has to load the base.
+Usage: train_forked.py FOLDER [DEVICE]; base, data, cache and runs go to FOLDER.
 """
 
 import json
@@ -13,6 +14,7 @@ import socket
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -21,12 +23,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import transformers.models.qwen3_5_moe.modeling_qwen3_5_moe  # noqa: F401 (once, before forking)
 from training import tiny_recipe, write_training_base, write_training_data
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+from mtp.held_out import held_out_text
+from mtp.recipe import TeacherRecipe
+from mtp.teacher import Teacher
+from mtp.teacher.cache import build_cache
 from mtp.train import train
 
 torch.set_num_threads(1)
-get_checkpoint_conversion_mapping("qwen3_5_moe_text")  # a thousand expressions, compiled once
 
 
 def start(function, rank=None, world=1, port=0):
@@ -61,8 +65,18 @@ def free_port():
 
 
 def write_inputs(folder):
-    """The base and the data of all runs."""
-    write_training_data(folder / "data", write_training_base(folder / "base"))
+    """The base, the data and the cached states of all runs."""
+    base = write_training_base(folder / "base")
+    data = write_training_data(folder / "data", base)
+    teacher = Teacher.load(base, device="cpu")
+    build_cache(teacher, base, data, folder / "cache", splits=["train"], max_gigabytes=1)
+    held_out_text(teacher, base, data, cached_recipe(folder))
+
+
+def cached_recipe(folder, **settings):
+    """The small recipe with accumulation, trained from the cache."""
+    teacher = TeacherRecipe(kind="cache", cache=str(folder / "cache"))
+    return replace(tiny_recipe(micro_batch_tokens=60, **settings), teacher=teacher)
 
 
 def parallel(folder, device):
@@ -70,9 +84,7 @@ def parallel(folder, device):
     sharded run's first half, gone on with by one."""
 
     def run(name, world, optimizer, **options):
-        recipe = tiny_recipe(
-            micro_batch_tokens=60, eval_every=3, keep_checkpoints=2, optimizer=optimizer
-        )
+        recipe = cached_recipe(folder, eval_every=3, keep_checkpoints=2, optimizer=optimizer)
         arguments = {"max_steps": 6, "overwrite": True, "device": device, **options}
 
         def one():
@@ -92,7 +104,7 @@ def parallel(folder, device):
 
 def kills(folder, device):
     """A run that is killed again and again at random, beside one that is not."""
-    recipe = tiny_recipe(steps=21, checkpoint_every=2, eval_every=5, micro_batch_tokens=60)
+    recipe = cached_recipe(folder, steps=21, checkpoint_every=2, eval_every=5)
     draw = random.Random(int(os.environ.get("KILL_SEED", "0")))
 
     def go(name):
