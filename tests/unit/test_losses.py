@@ -22,6 +22,7 @@ from mtp.losses import (
     objective_at,
     position_weights,
 )
+from mtp.losses.fused import choose_terms, default_chunk_size, working_kernels
 from mtp.losses.terms import token_terms
 from mtp.recipe import LossRecipe, LossStage
 
@@ -312,3 +313,16 @@ def test_position_weights_of_ones_own_stand_as_they_are():
 def test_category_weights_default_to_one():
     found = category_weights({"code": 2.0, "chat": 0.0}, ["code", "agent", "chat"])
     assert found.tolist() == [2.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(("affordable", "size"), [(540, 512), (128, 128), (127, 127), (3, 16)])
+def test_a_chunk_is_whole_tiles_where_it_can_be(affordable, size):
+    assert default_chunk_size(affordable) == size
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
+def test_without_kernels_that_work_the_plain_terms_are_used_and_that_is_said():
+    working_kernels.cache_clear()
+    with pytest.warns(UserWarning, match="without GPU kernels"):
+        assert working_kernels() is None
+    assert choose_terms(torch.zeros(3, 2), None) is token_terms
