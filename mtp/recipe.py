@@ -149,7 +149,7 @@ class DSparkRecipe:
     max_anchors: blocks of one row and step, drawn anew each step; 0 takes all.
     ce, tv: weights of the cross-entropy and of the total variation distance.
     confidence: weight of the confidence head's loss.
-    decay: slot k weighs exp(-k / decay).
+    decay: slot k, from 0, weighs exp(-k / decay).
     train_lm_head: whether the output matrix learns too, or stays the base's.
     eval_rows: held-out rows for the reference's teacher-forced table.
     """
