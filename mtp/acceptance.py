@@ -153,7 +153,8 @@ class Continuations:
     """Prompts and the base's greedy continuations, shared by every head that is compared.
 
     states: [T, H] each, in host memory: the base's hidden states after its final norm, of a prompt
-    and its continuation. With them, measuring needs no base.
+    and its continuation; before them, for a draft that reads A more layers, their output ([T,
+    (A + 1) * H]). With them, measuring needs no base.
     """
 
     prompts: list[Prompt]
@@ -180,7 +181,11 @@ def num_checked(num_tokens: int, num_steps: int) -> int:
 
 
 def continue_prompts(
-    teacher: Teacher, prompts: list[Prompt], num_tokens: int, num_steps: int
+    teacher: Teacher,
+    prompts: list[Prompt],
+    num_tokens: int,
+    num_steps: int,
+    layers: tuple[int, ...] = (),
 ) -> Continuations:
     """Let the base continue the prompts, far enough to check every draft."""
     continuations = teacher.continue_greedily(
@@ -190,7 +195,7 @@ def continue_prompts(
         torch.tensor([*prompt.token_ids, *continuation])
         for prompt, continuation in zip(prompts, continuations, strict=True)
     ]
-    states = [teacher.row_states([text])[0].cpu() for text in texts]
+    states = [teacher.row_states([text], layers)[0].cpu() for text in texts]
     configured = teacher.model.generation_config.eos_token_id
     listed = configured if isinstance(configured, list) else [configured]
     end_tokens = frozenset(token for token in listed if token is not None)

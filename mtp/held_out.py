@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -63,18 +64,19 @@ def held_out_text(
         num_prompts=recipe.eval.num_prompts,
         max_prompt_tokens=recipe.eval.max_prompt_tokens,
     )
-    num_steps = recipe.train.num_speculative_tokens or recipe.head.num_layers
+    num_steps = recipe.num_steps
+    layers = recipe.layers_read(int(Checkpoint(base).text_config["num_hidden_layers"]))
     path = None
     cache = cache or recipe.teacher.cache_folder
     if cache is not None:
-        name = _name(base, prompts, num_checked(recipe.eval.num_tokens, num_steps))
+        name = _name(base, prompts, num_checked(recipe.eval.num_tokens, num_steps), layers)
         path = cache / FOLDER / name
         if path.is_file():
             return _read(path, prompts, recipe.eval.num_tokens)
     teacher = (
         source if isinstance(source, Teacher) else Teacher.load(base, device=str(source.device))
     )
-    text = continue_prompts(teacher, prompts, recipe.eval.num_tokens, num_steps)
+    text = continue_prompts(teacher, prompts, recipe.eval.num_tokens, num_steps, layers)
     if teacher is not source:
         del teacher
         gc.collect()  # a model is full of cycles
@@ -85,13 +87,15 @@ def held_out_text(
     return text
 
 
-def _name(base: Path, prompts: list[Prompt], num_tokens: int) -> str:
-    """A file name that only the same base, prompts and length have."""
-    identity = {
+def _name(base: Path, prompts: list[Prompt], num_tokens: int, layers: tuple[int, ...]) -> str:
+    """A file name that only the same base, prompts, length and layers have."""
+    identity: dict[str, Any] = {
         "base": base_identity(Checkpoint(base)),
         "prompts": [prompt.token_ids for prompt in prompts],
         "num_tokens": num_tokens,
     }
+    if layers:
+        identity["layers"] = layers
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     return f"{digest[:32]}.safetensors"
 

@@ -136,6 +136,8 @@ class LossRecipe(LossTerms):
 class DSparkRecipe:
     """The other draft (`mtp train --draft dspark`); defaults are those of the reference.
 
+    They go with rows of 4096 tokens and a learning rate of 3e-4, which `train.draft` brings.
+
     num_layers: of the draft.
     block_size: tokens that one pass drafts.
     num_speculative_tokens: of them, how many are served and measured.
@@ -179,11 +181,29 @@ class DSparkRecipe:
                 "correct the recipe",
             )
 
+    def layers_read(self, depth: int) -> tuple[int, ...]:
+        """The aux layers, of a base of so many layers.
+
+        Raises:
+            UserError: not rising, or not in 1..depth. (vLLM hands them over in rising order.)
+        """
+        if not self.aux_layers:
+            return tuple(sorted({max(round(layer * depth / 40), 1) for layer in (9, 19, 29)}))
+        wanted = self.aux_layers
+        if list(wanted) != sorted(set(wanted)) or wanted[0] < 1 or wanted[-1] > depth:
+            raise UserError(
+                f"dspark.aux_layers that rise within 1..{depth}, the base's layers",
+                ", ".join(map(str, wanted)),
+                "correct the recipe",
+            )
+        return wanted
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRecipe:
     """How a draft is trained; the learning rate warms up over warmup_steps, then falls as a cosine.
 
+    draft: what is trained: the MTP head, or DSpark ([dspark]).
     runtime: what will serve the head: "routed" (each speculative step on its own layer), "stock"
         (an unpatched vLLM: layer 0 at every step), or "both" (the sum of the two objectives).
     num_speculative_tokens: steps of a draft; 0 is one for each layer. A head of one layer that a
@@ -200,6 +220,7 @@ class TrainRecipe:
     keep_checkpoints: resume states that are kept, the newest.
     """
 
+    draft: typing.Literal["mtp", "dspark"] = "mtp"
     runtime: Runtime = "routed"
     num_speculative_tokens: int = 0
     steps: int = 1000
@@ -293,6 +314,17 @@ class Recipe:
     eval: EvalRecipe = field(default_factory=EvalRecipe)
     quantize: QuantizeRecipe = field(default_factory=QuantizeRecipe)
 
+    @property
+    def num_steps(self) -> int:
+        """Tokens that one round drafts, as it is served and measured."""
+        if self.train.draft == "dspark":
+            return self.dspark.num_speculative_tokens
+        return self.train.num_speculative_tokens or self.head.num_layers
+
+    def layers_read(self, depth: int) -> tuple[int, ...]:
+        """Base layers, of so many, whose output the draft reads beside the final state."""
+        return self.dspark.layers_read(depth) if self.train.draft == "dspark" else ()
+
     def as_record(self) -> dict[str, Any]:
         """The recipe as it is recorded with a run and a head: without the places of a teacher's
         states, which may move, and which a published head has no business telling."""
@@ -310,6 +342,13 @@ ABOVE_ZERO = {
 }  # fmt: skip
 
 
+# What a draft changes in the defaults of other tables.
+DRAFT_DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
+    "mtp": {},
+    "dspark": {"train": {"learning_rate": 3e-4}},
+}
+
+
 def load_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe; None gives the defaults.
 
@@ -325,7 +364,17 @@ def load_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Recipe:
     for assignment in overrides:
         override(values, assignment)
         where += f" with --set {assignment}"
+    _set_draft_defaults(values)
     return typing.cast(Recipe, _build(Recipe, values, where))
+
+
+def _set_draft_defaults(values: dict[str, Any]) -> None:
+    """Defaults that follow from the draft, where the recipe says nothing. In place."""
+    train = values.get("train")
+    draft = train.get("draft") if isinstance(train, dict) else None
+    for table, defaults in DRAFT_DEFAULTS.get(str(draft), {}).items():
+        for key, value in defaults.items():
+            values[table].setdefault(key, value)
 
 
 def _read(path: Path) -> dict[str, Any]:

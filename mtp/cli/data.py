@@ -141,10 +141,12 @@ def data_cache(
     """Write the base's hidden states of every row, so that training needs no base in memory.
 
     The same command goes on where an interrupted one stopped. With a recipe, what `mtp train`
-    measures on is written too; without one, the first training loads the base for that.
+    measures on is written too; without one, the first training loads the base for that. A recipe of
+    a DSpark draft also keeps the output of the layers that it reads.
 
     Example: mtp data cache --base base --data data --out states
     """
+    from graft.reader import Checkpoint
     from mtp.data.store import SPLITS
     from mtp.held_out import held_out_text
     from mtp.recipe import load_recipe
@@ -162,6 +164,7 @@ def data_cache(
         max_gigabytes=max_gigabytes,
         shard_gigabytes=shard_gigabytes,
         tokens_per_batch=tokens_per_batch,
+        layers=chosen.layers_read(int(Checkpoint(base).text_config["num_hidden_layers"])),
         overwrite=overwrite,
     )
     if recipe is not None:

@@ -17,7 +17,6 @@ from graft.errors import UserError
 from mtp.recipe import DSparkRecipe
 
 SPECULATORS_VERSION = "0.9.0"  # whose schema is written
-REFERENCE_AUX_LAYERS, REFERENCE_DEPTH = (9, 19, 29), 40
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -108,30 +107,10 @@ def config_for_base(
         ),
         sliding_window=recipe.sliding_window,
         block_size=recipe.block_size,
-        aux_layers=aux_layers(int(text_config["num_hidden_layers"]), recipe.aux_layers),
+        aux_layers=recipe.layers_read(int(text_config["num_hidden_layers"])),
         mask_token_id=mask_token_id,
         markov_rank=recipe.markov_rank,
     )
-
-
-def aux_layers(depth: int, wanted: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Base layers to read: those wanted, or the reference's 9, 19 and 29 of 40, to scale.
-
-    vLLM hands them over in the order of the layers, whatever the order in the file, so they rise.
-
-    Raises:
-        UserError: not rising, or not in 1..depth.
-    """
-    if not wanted:
-        scaled = {max(round(layer * depth / REFERENCE_DEPTH), 1) for layer in REFERENCE_AUX_LAYERS}
-        return tuple(sorted(scaled))
-    if list(wanted) != sorted(set(wanted)) or wanted[0] < 1 or wanted[-1] > depth:
-        raise UserError(
-            f"aux_layers that rise within 1..{depth}, the base's layers",
-            ", ".join(map(str, wanted)),
-            "correct the recipe",
-        )
-    return tuple(wanted)
 
 
 def draft_rope(text_config: Mapping[str, Any], head_dim: int) -> dict[str, Any]:

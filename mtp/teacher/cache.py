@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +35,7 @@ from mtp.teacher.cache_layout import (
     read_cache_index,
     save_aside,
     shard_path,
+    state_width,
 )
 from mtp.teacher.identity import base_identity, data_identity, differences
 from mtp.teacher.source import require_own_predictions
@@ -47,7 +48,8 @@ LOCK = ".lock"
 class StateMaker(Protocol):
     """A base that can compute states: in process, or a server.
 
-    row_states: token ids [T] each -> [T, H] each, after the final norm.
+    row_states: token ids [T] each -> [T, H] each, after the final norm; with A layers
+        [T, (A + 1) * H], their output first.
     own_predictions: token ids [T], positions [N] -> argmax [N] and its log-probability [N], by the
         base's own output path.
     """
@@ -56,7 +58,9 @@ class StateMaker(Protocol):
     def name(self) -> str: ...
     @property
     def lm_head(self) -> torch.Tensor: ...
-    def row_states(self, rows: list[torch.Tensor]) -> list[torch.Tensor]: ...
+    def row_states(
+        self, rows: list[torch.Tensor], layers: Sequence[int] = ()
+    ) -> list[torch.Tensor]: ...
     def own_predictions(
         self, row: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -72,6 +76,7 @@ def build_cache(
     max_gigabytes: float,
     shard_gigabytes: float = 1.0,
     tokens_per_batch: int = 8192,
+    layers: Sequence[int] = (),
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Write the cache, or go on with one that was interrupted.
@@ -85,6 +90,7 @@ def build_cache(
         max_gigabytes: refuse to write more than this.
         shard_gigabytes: size of one shard, and what a kill can lose.
         tokens_per_batch: tokens of one forward pass, padding included; a longer row goes alone.
+        layers: base layers whose output is kept too, for a draft that reads it.
         overwrite: start anew where `out` holds another cache.
 
     Returns:
@@ -97,8 +103,8 @@ def build_cache(
     require_tokenizer_of(data, base)
     rows = load_prepared(data)
     lengths = {split: row_lengths(rows[split]) for split in splits}
-    index = _index(Checkpoint(base), data, lengths, maker.name, shard_gigabytes)
-    size = 2 * index["hidden_size"]
+    index = _index(Checkpoint(base), data, lengths, maker.name, shard_gigabytes, layers)
+    size = 2 * state_width(index)
     with _claimed(out, index, overwrite=overwrite):
         layouts = {s: plan_layout(n, index["tokens_per_shard"]) for s, n in lengths.items()}
         shards = [(s, i, m) for s, layout in layouts.items() for i, m in enumerate(layout.shards)]
@@ -113,7 +119,7 @@ def build_cache(
                     path = shard_path(out, split, number)
                     ids = _token_ids(rows[split], members)
                     agreements.append(_write_shard(maker, ids, members, path,
-                                                   tokens_per_batch, advance))  # fmt: skip
+                                                   tokens_per_batch, layers, advance))  # fmt: skip
         _write_index(out, {**index, "complete": True})
     return {
         "schema_version": SCHEMA_VERSION,
@@ -129,12 +135,15 @@ def _index(
     lengths: dict[str, np.ndarray],
     source: str,
     shard_gigabytes: float,
+    layers: Sequence[int],
 ) -> dict[str, Any]:
     hidden_size = int(checkpoint.text_config["hidden_size"])
+    width = hidden_size * (len(layers) + 1)
     return {
         "schema_version": SCHEMA_VERSION, "kind": "hidden_states", "complete": False,
         "position": "after the final norm", "dtype": "BF16", "hidden_size": hidden_size,
-        "tokens_per_shard": max(int(shard_gigabytes * GIGABYTE) // (2 * hidden_size), 1),
+        "tokens_per_shard": max(int(shard_gigabytes * GIGABYTE) // (2 * width), 1),
+        **({"aux_layers": list(layers)} if layers else {}),
         "source": source,
         "splits": {s: {"rows": len(n), "tokens": int(n.sum())} for s, n in lengths.items()},
         "base": base_identity(checkpoint), "data": data_identity(data, list(lengths)),
@@ -215,12 +224,13 @@ def _write_shard(
     members: np.ndarray,
     path: Path,
     tokens_per_batch: int,
+    layers: Sequence[int],
     advance: Callable[[int], object],
 ) -> float:
     """Compute, check and write one shard; the share of checked positions that agree exactly."""
     states: list[torch.Tensor] = []
     for batch in _batches(rows, tokens_per_batch):
-        states += [state.to("cpu", torch.bfloat16) for state in maker.row_states(batch)]
+        states += [state.to("cpu", torch.bfloat16) for state in maker.row_states(batch, layers)]
         advance(sum(len(row) for row in batch))
     found = [len(state) for state in states]
     if found != [len(row) for row in rows]:
@@ -228,7 +238,11 @@ def _write_shard(
     positions = torch.linspace(0, found[-1] - 1, min(NUM_CHECKS, found[-1])).long()
     argmax, logprob = (part.cpu() for part in maker.own_predictions(rows[-1], positions))
     agreement = require_own_predictions(
-        states[-1][positions], maker.lm_head, argmax, logprob, f"row {members[-1]} of {path}"
+        states[-1][positions, -maker.lm_head.shape[1] :],
+        maker.lm_head,
+        argmax,
+        logprob,
+        f"row {members[-1]} of {path}",
     )
     tensors = {
         "hidden": torch.cat(states), "input_ids": torch.cat(rows).int(),

@@ -58,6 +58,11 @@ def plan_layout(lengths: np.ndarray, tokens_per_shard: int) -> Layout:
     return Layout(lengths=lengths, shards=shards, shard_of=shard_of, offset_of=offset_of)
 
 
+def state_width(index: dict[str, Any]) -> int:
+    """Numbers a token: the output of A layers, in their order, then the state after the norm."""
+    return int(index["hidden_size"] * (len(index.get("aux_layers", [])) + 1))
+
+
 def shard_path(cache: Path, split: str, index: int) -> Path:
     """The file of one shard."""
     return cache / split / f"{index:05d}.safetensors"

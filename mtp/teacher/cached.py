@@ -6,6 +6,7 @@ length, which share a batch, lie close together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from graft.index import read_header
 from graft.reader import Checkpoint
 from mtp.data.batches import row_lengths
 from mtp.data.store import load_prepared
-from mtp.teacher.cache_layout import plan_layout, read_cache_index, shard_path
+from mtp.teacher.cache_layout import plan_layout, read_cache_index, shard_path, state_width
 from mtp.teacher.identity import base_identity, data_identity, differences
 from mtp.teacher.source import BaseEnds, RowBatch, require_own_predictions
 
@@ -60,19 +61,22 @@ class CachedSource(BaseEnds):
         lengths = row_lengths(load_prepared(data)[split])
         self._layout = plan_layout(lengths, index["tokens_per_shard"])
         self._open: dict[int, Any] = {}
+        self._aux_layers: list[int] = index.get("aux_layers", [])
         super().__init__(checkpoint, device=device, dtype=dtype)
-        self._check_shards(index["hidden_size"])
+        self._check_shards(state_width(index))
 
-    def batch_hidden(self, batch: RowBatch) -> torch.Tensor:
-        """[B, T, H] after the final norm; zeros on padding.
+    def batch_hidden(self, batch: RowBatch, layers: Sequence[int] = ()) -> torch.Tensor:
+        """[B, T, H] after the final norm, or [B, T, (A + 1) * H] with A layers; zeros on padding.
 
         Raises:
-            UserError: a row whose token ids are not those the states were computed from.
+            UserError: layers that were not cached, or a row of other token ids than those that
+                the states were computed from.
         """
         num_rows, longest = batch.input_ids.shape
+        columns = self._columns(layers)
         # Pinned for a GPU: then the copy neither waits for the GPU nor makes it wait.
         hidden = torch.zeros(
-            num_rows, longest, self.lm_head.shape[1],
+            num_rows, longest, len(columns),
             dtype=torch.bfloat16, pin_memory=self.device.type == "cuda",
         )  # fmt: skip
         for target, ids, row in zip(hidden, batch.input_ids.cpu(), batch.rows, strict=True):
@@ -85,8 +89,21 @@ class CachedSource(BaseEnds):
                     "other token ids",
                     "make the cache again from this data",
                 )
-            target[:length] = file.get_slice("hidden")[start : start + length]
+            found = file.get_slice("hidden")[start : start + length]
+            target[:length] = found if len(columns) == found.shape[1] else found[:, columns]
         return hidden.to(self.device, self.dtype, non_blocking=True)
+
+    def _columns(self, layers: Sequence[int]) -> torch.Tensor:
+        """Columns of a stored state that hold these layers' outputs and the final state."""
+        size, cached = self.lm_head.shape[1], self._aux_layers
+        if missing := [layer for layer in layers if layer not in cached]:
+            raise UserError(
+                f"a cache with the output of layers {', '.join(map(str, layers))}",
+                f"none of {', '.join(map(str, missing))} in {self._cache}",
+                "make one with `mtp data cache --recipe` and this recipe",
+            )
+        parts = [*(cached.index(layer) for layer in layers), len(cached)]
+        return torch.cat([torch.arange(part * size, (part + 1) * size) for part in parts])
 
     def _shard(self, number: int) -> Any:
         if number not in self._open:
@@ -94,15 +111,15 @@ class CachedSource(BaseEnds):
             self._open[number] = safe_open(path, framework="pt")
         return self._open[number]
 
-    def _check_shards(self, hidden_size: int) -> None:
+    def _check_shards(self, width: int) -> None:
         """All headers, and the predictions of some shards."""
         for number, members in enumerate(self._layout.shards):
             path = shard_path(self._cache, self._split, number)
             header = read_header(path)
             tokens = int(self._layout.lengths[members].sum())
-            if "hidden" not in header or header["hidden"].shape != (tokens, hidden_size):
+            if "hidden" not in header or header["hidden"].shape != (tokens, width):
                 raise UserError(
-                    f"hidden states [{tokens}, {hidden_size}] in {path}",
+                    f"hidden states [{tokens}, {width}] in {path}",
                     "others",
                     "remove that file and run `mtp data cache` again",
                 )
@@ -112,6 +129,7 @@ class CachedSource(BaseEnds):
             file = self._shard(int(number))
             checked = file.get_tensor("checked").tolist()
             hidden = torch.cat([file.get_slice("hidden")[i : i + 1] for i in checked])
+            hidden = hidden[:, -self.lm_head.shape[1] :]
             argmax, logprob = (file.get_tensor(f"checked_{k}") for k in ("argmax", "logprob"))
             path = shard_path(self._cache, self._split, int(number))
             require_own_predictions(hidden, self.lm_head, argmax, logprob, path)

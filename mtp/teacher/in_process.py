@@ -82,19 +82,38 @@ class Teacher:
         return base_autocast(self.device, self.lm_head.dtype)
 
     @torch.no_grad()
-    def hidden(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """[B, T] token ids, padded on the right -> [B, T, H] after the final norm."""
-        output = self.model.get_decoder()(input_ids=input_ids.to(self.device), use_cache=False)
-        return output.last_hidden_state
+    def hidden(self, input_ids: torch.Tensor, layers: Sequence[int] = ()) -> torch.Tensor:
+        """[B, T] token ids, padded on the right -> [B, T, H] after the final norm; with A layers
+        [B, T, (A + 1) * H], their output first."""
+        decoder = self.model.get_decoder()
+        outputs: dict[int, torch.Tensor] = {}
 
-    def batch_hidden(self, batch: RowBatch) -> torch.Tensor:
-        """[B, T, H] after the final norm, of a batch of training rows."""
-        return self.hidden(batch.input_ids)
+        def keep(layer: int, output: Any) -> None:
+            outputs[layer] = output[0] if isinstance(output, tuple) else output
 
-    def row_states(self, rows: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Token ids [T] each -> [T, H] each, after the final norm; one forward pass."""
+        hooks = [
+            decoder.layers[layer - 1].register_forward_hook(
+                lambda _, __, output, layer=layer: keep(layer, output)
+            )
+            for layer in layers
+        ]
+        try:
+            final = decoder(input_ids=input_ids.to(self.device), use_cache=False).last_hidden_state
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return torch.cat([*(outputs[layer] for layer in layers), final], dim=-1)
+
+    def batch_hidden(self, batch: RowBatch, layers: Sequence[int] = ()) -> torch.Tensor:
+        """`hidden` of a batch of training rows."""
+        return self.hidden(batch.input_ids, layers)
+
+    def row_states(
+        self, rows: list[torch.Tensor], layers: Sequence[int] = ()
+    ) -> list[torch.Tensor]:
+        """Token ids [T] each -> `hidden` of each, [T, H] without layers; one forward pass."""
         padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        hidden = self.hidden(padded)
+        hidden = self.hidden(padded, layers)
         return [state[: len(row)] for state, row in zip(hidden, rows, strict=True)]
 
     @torch.no_grad()

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import random
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,13 +34,20 @@ from graft.reader import Checkpoint
 from mtp.teacher.source import BaseEnds, RowBatch, require_own_predictions
 
 
-def extraction_arguments(checkpoint: Checkpoint, states: Path) -> list[str]:
-    """What `vllm serve BASE` needs on its command line to write hidden states to `states`."""
+def extraction_arguments(
+    checkpoint: Checkpoint, states: Path, layers: Sequence[int] = ()
+) -> list[str]:
+    """What `vllm serve BASE` needs on its command line to write hidden states to `states`.
+
+    `layers`: base layers whose output is asked for beside the last one's.
+    """
     last = int(checkpoint.text_config["num_hidden_layers"])
     speculative = {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
-        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [last]}},
+        "draft_model_config": {
+            "hf_config": {"eagle_aux_hidden_state_layer_ids": sorted({*layers, last})}
+        },
     }
     transfer = {
         "kv_connector": "ExampleHiddenStatesConnector",
@@ -100,7 +109,9 @@ class ServerSource(BaseEnds):
         Raises:
             UserError: no such server, or a base without embedding, norm or `lm_head`.
         """
-        super().__init__(Checkpoint(base), device=device, dtype=dtype)
+        checkpoint = Checkpoint(base)
+        super().__init__(checkpoint, device=device, dtype=dtype)
+        self._depth = int(checkpoint.text_config["num_hidden_layers"])
         self._url, self._states = url.rstrip("/"), Path(states)
         self._concurrency, self._patience = concurrency, patience or Patience()
         self._failures, self._lock = 0, Lock()
@@ -112,10 +123,10 @@ class ServerSource(BaseEnds):
                 f"a vLLM server at {url}", str(error), "start it as docs/teachers.md says"
             ) from error
 
-    def batch_hidden(self, batch: RowBatch) -> torch.Tensor:
-        """[B, T, H] after the final norm; zeros on padding."""
+    def batch_hidden(self, batch: RowBatch, layers: Sequence[int] = ()) -> torch.Tensor:
+        """[B, T, H] after the final norm, or [B, T, (A + 1) * H]; zeros on padding."""
         pairs = zip(batch.input_ids.cpu(), batch.lengths.tolist(), strict=True)
-        states = self.row_states([ids[:length] for ids, length in pairs])
+        states = self.row_states([ids[:length] for ids, length in pairs], layers)
         width = batch.input_ids.shape[1]
         hidden = torch.zeros(
             len(states), width, states[0].shape[-1], dtype=self.dtype, device=self.device
@@ -124,15 +135,20 @@ class ServerSource(BaseEnds):
             target[: len(state)] = state
         return hidden
 
-    def row_states(self, rows: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Token ids [T] each -> [T, H] each, after the final norm.
+    def row_states(
+        self, rows: list[torch.Tensor], layers: Sequence[int] = ()
+    ) -> list[torch.Tensor]:
+        """Token ids [T] each -> [T, H] each, after the final norm; with layers, their output first.
 
         Raises:
             UserError: a row that no attempt gave states for, too many failures altogether, or
                 states that do not give the server's own tokens.
         """
         with ThreadPoolExecutor(self._concurrency) as pool:
-            return [answer.hidden for answer in pool.map(self._patiently, rows)]
+            return [
+                answer.hidden
+                for answer in pool.map(functools.partial(self._patiently, layers=layers), rows)
+            ]
 
     def own_predictions(
         self, row: torch.Tensor, positions: torch.Tensor
@@ -144,13 +160,13 @@ class ServerSource(BaseEnds):
         tokens = torch.tensor([answer.token for answer in answers])
         return tokens, torch.tensor([answer.logprob for answer in answers])
 
-    def _patiently(self, row: torch.Tensor) -> _Answer:
+    def _patiently(self, row: torch.Tensor, layers: Sequence[int] = ()) -> _Answer:
         delay = self._patience.first_delay
         for attempt in range(1, self._patience.attempts + 1):
             try:
                 if self._failures >= self._patience.max_failures:
                     raise ExtractionFailed("too many failures before it")
-                answer = self._extract(row)
+                answer = self._extract(row, layers)
                 break
             except ExtractionFailed as error:
                 with self._lock:
@@ -165,10 +181,11 @@ class ServerSource(BaseEnds):
                 time.sleep(delay * random.uniform(0.5, 1.5))
                 delay *= 2
         token, logprob = torch.tensor([answer.token]), torch.tensor([answer.logprob])
-        require_own_predictions(answer.hidden[-1:], self.lm_head, token, logprob, self._url)
+        final = answer.hidden[-1:, -self.lm_head.shape[1] :]
+        require_own_predictions(final, self.lm_head, token, logprob, self._url)
         return answer
 
-    def _extract(self, row: torch.Tensor) -> _Answer:
+    def _extract(self, row: torch.Tensor, layers: Sequence[int]) -> _Answer:
         request = {
             "model": self._model, "prompt": row.tolist(), "max_tokens": 1, "temperature": 0,
             "logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True,
@@ -182,8 +199,21 @@ class ServerSource(BaseEnds):
             raise ExtractionFailed(
                 f"an answer without token, log-probability or hidden_states_path ({error!r})"
             ) from error
-        before_norm = read_states(path, row, self.lm_head.shape[1], self._patience.timeout)
-        return _Answer(hidden=self.final_norm(before_norm), token=token, logprob=logprob)
+        states = read_states(path, row, self.lm_head.shape[1], self._patience.timeout)
+        if layers and states.shape[1] != len({*layers, self._depth}):
+            raise UserError(
+                f"a server that extracts layers {sorted({*layers, self._depth})}",
+                f"one that extracts {states.shape[1]} of them",
+                "start it with these eagle_aux_hidden_state_layer_ids (docs/teachers.md)",
+            )
+        parts = [states[:, index].to(self.device, self.dtype) for index in self._places(layers)]
+        hidden = torch.cat([*parts, self.final_norm(states[:, -1])], dim=-1)
+        return _Answer(hidden=hidden, token=token, logprob=logprob)
+
+    def _places(self, layers: Sequence[int]) -> list[int]:
+        """Where the outputs of layers stand among those of all that the server extracts."""
+        served = sorted({*layers, self._depth})
+        return [served.index(layer) for layer in layers]
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -217,13 +247,13 @@ def read_states(path: Path, row: torch.Tensor, hidden_size: int, timeout: float)
     The writer holds an exclusive lock on `path`.lock until the file is whole.
 
     Args:
-        path: holds `hidden_states` [T, 1, H] and `token_ids` [T].
+        path: holds `hidden_states` [T, A, H] of A layers and `token_ids` [T].
         row: [T] the ids that were sent.
         hidden_size: H.
         timeout: seconds to wait for the lock.
 
     Returns:
-        [T, H] before the final norm.
+        [T, A, H]; the last layer's is before the final norm.
 
     Raises:
         ExtractionFailed: no file in time, or one that is broken or of another row.
@@ -247,8 +277,9 @@ def read_states(path: Path, row: torch.Tensor, hidden_size: int, timeout: float)
         for file in (path, lock):
             with contextlib.suppress(OSError):
                 file.unlink()
-    if not torch.equal(ids, row.to(ids)) or hidden.shape != (len(row), 1, hidden_size):
+    is_shaped = hidden.dim() == 3 and hidden.shape[::2] == (len(row), hidden_size)
+    if not torch.equal(ids, row.to(ids)) or not is_shaped:
         raise ExtractionFailed(f"{path} holds {list(hidden.shape)} of another row")
     if not bool(torch.isfinite(hidden).all()):
         raise ExtractionFailed(f"{path} holds values that are not finite")
-    return hidden[:, 0]
+    return hidden

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -33,7 +34,8 @@ class HiddenSource(Protocol):
     """A frozen base as training sees it.
 
     batch_hidden: [B, T, H] hidden states after the final norm, on `device`; what stands at padded
-        positions is not defined.
+        positions is not defined. With A `layers`, [B, T, (A + 1) * H]: before it the output of
+        these base layers, counted from 1 (a number of layers finished), in their order.
     embed: [B, T] token ids -> [B, T, H] input embeddings.
     lm_head: [V, H] output matrix.
     autocast: the arithmetic that the base runs in.
@@ -45,7 +47,7 @@ class HiddenSource(Protocol):
     def lm_head(self) -> torch.Tensor: ...
     def autocast(self) -> torch.autocast: ...
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor: ...
-    def batch_hidden(self, batch: RowBatch) -> torch.Tensor: ...
+    def batch_hidden(self, batch: RowBatch, layers: Sequence[int] = ()) -> torch.Tensor: ...
 
 
 def base_autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:

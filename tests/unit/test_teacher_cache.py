@@ -119,7 +119,7 @@ def test_states_before_the_final_norm_are_refused(base, data, teacher, tmp_path)
     class BeforeNorm:
         name, lm_head, own_predictions = "wrong", teacher.lm_head, teacher.own_predictions
 
-        def row_states(self, rows):
+        def row_states(self, rows, layers=()):
             kept = []
             norm = teacher.model.get_decoder().norm
             handle = norm.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
@@ -134,7 +134,7 @@ def test_states_before_the_final_norm_are_refused(base, data, teacher, tmp_path)
     class NormedHere(BeforeNorm):
         ends = BaseEnds(Checkpoint(base), device="cpu")
 
-        def row_states(self, rows):
+        def row_states(self, rows, layers=()):
             return [self.ends.final_norm(state) for state in super().row_states(rows)]
 
     build(NormedHere(), base, data, tmp_path / "normed")  # the norm from the shards is the model's
@@ -170,7 +170,7 @@ def test_a_killed_run_goes_on_at_its_shard(cache, base, data, teacher, tmp_path)
         def __init__(self, at=None):
             self.calls, self.at = 0, at
 
-        def row_states(self, rows):
+        def row_states(self, rows, layers=()):
             self.calls += 1
             if self.calls == self.at:
                 raise Killed
@@ -271,7 +271,7 @@ def test_two_runs_into_one_cache_lock_each_other_out(base, data, teacher, tmp_pa
     class Nested:
         name, lm_head = teacher.name, teacher.lm_head
 
-        def row_states(self, rows):
+        def row_states(self, rows, layers=()):
             build(teacher, base, data, tmp_path / "cache")
 
     with pytest.raises(UserError, match="lock"):

@@ -66,8 +66,8 @@ FAULTS = {
     "another row": lambda tensors: {**tensors, "token_ids": tensors["token_ids"] + 1},
     "short": lambda tensors: {**tensors, "hidden_states": tensors["hidden_states"][:-1].clone()},
     "not finite": lambda tensors: {**tensors, "hidden_states": tensors["hidden_states"] / 0},
-    "two layers": lambda tensors: {
-        **tensors, "hidden_states": tensors["hidden_states"].repeat(1, 2, 1)},
+    "wide": lambda tensors: {
+        **tensors, "hidden_states": tensors["hidden_states"].repeat(1, 1, 2)},
     "nothing in it": lambda tensors: {"token_ids": tensors["token_ids"]},
 }  # fmt: skip
 
