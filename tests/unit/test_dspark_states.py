@@ -78,7 +78,8 @@ def test_a_server_gives_the_layers_that_it_was_started_with(base, data, teacher,
 
         def compute(self, ids):
             _, token, logprob = super().compute(ids)
-            states = teacher.hidden(ids[None], self.served)[0].split(32, dim=-1)
+            with self.lock:  # requests come side by side, hooks don't
+                states = teacher.hidden(ids[None], self.served)[0].split(32, dim=-1)
             return torch.stack(states[: len(self.served)], dim=1).contiguous(), token, logprob
 
     assert "[1, 3]" in " ".join(extraction_arguments(Checkpoint(base), tmp_path, (1,)))
