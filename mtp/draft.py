@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graft.manifest import base_fingerprint
+from graft.manifest import HEAD_METADATA, base_fingerprint
 from graft.reader import Checkpoint
 from mtp.acceptance import Continuations, measure
 from mtp.data.batches import Batch
@@ -31,14 +31,28 @@ class Draft(nn.Module, ABC):
     """A draft under training. Its parameters are the trained tensors, in float32.
 
     Attributes:
-        name: of the kind of draft, as in `head.json`.
+        name: of the kind of draft, as in `train.draft` of a recipe.
+        mark: a file that only a folder of this kind of draft holds.
         num_positions: K.
         min_length: tokens that a row needs for every layer to run.
     """
 
     name: str
+    mark: str
     num_positions: int
     min_length: int
+
+    @classmethod
+    @abstractmethod
+    def from_base(
+        cls,
+        checkpoint: Checkpoint,
+        teacher: HiddenSource,
+        recipe: Recipe,
+        text: Continuations,
+        rows: Any = None,
+    ) -> Draft:
+        """A draft at its start; `rows`, the training split, for one whose shape depends on them."""
 
     @abstractmethod
     def target_weights(self, batch: Batch) -> torch.Tensor:
@@ -90,7 +104,7 @@ class MTPDraft(Draft):
         fingerprint: of the base.
     """
 
-    name = "mtp"
+    name, mark = "mtp", HEAD_METADATA
 
     def __init__(
         self,
@@ -114,7 +128,12 @@ class MTPDraft(Draft):
 
     @classmethod
     def from_base(
-        cls, checkpoint: Checkpoint, teacher: HiddenSource, recipe: Recipe, text: Continuations
+        cls,
+        checkpoint: Checkpoint,
+        teacher: HiddenSource,
+        recipe: Recipe,
+        text: Continuations,
+        rows: Any = None,
     ) -> MTPDraft:
         """A head at its warm start."""
         head = head_from_base(checkpoint, recipe.head.num_layers, recipe.head.warm_start)

@@ -28,3 +28,19 @@ def acceptance_table(rows: list[tuple[str, dict[str, Any]]], title: str = "") ->
             f"{metrics['num_drafts']}",
         )
     return table
+
+
+def forced_table(rows: list[tuple[str, dict[str, Any]]]) -> Any:
+    """A rich table of a DSpark draft's teacher-forced metrics (`mtp.dspark.evaluate`)."""
+    from rich.table import Table
+
+    table = Table(title="teacher forced, as the reference trainer defines it", title_justify="left")
+    columns = ("accept-len", "greedy", "accept rate", "full acc", "missed mass", "ECE", "blocks")
+    for column in ("", *columns):
+        table.add_column(column, justify="right" if column else "left")
+    names = ("accept_len", "greedy_accept_len", "accept_rate", "full_acc", "missed_mass",
+             "calibration_error")  # fmt: skip
+    for label, metrics in rows:
+        numbers = [f"{metrics[name]:.3f}" for name in names]
+        table.add_row(label, *numbers, str(metrics["num_blocks"]))
+    return table

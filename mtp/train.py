@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from graft.errors import UserError
-from graft.manifest import HEAD_METADATA, base_fingerprint
+from graft.manifest import base_fingerprint
 from graft.reader import Checkpoint
 from graft.staging import check_output, staged_folder
 from mtp import __version__
@@ -37,6 +37,7 @@ from mtp.data.store import (
 )
 from mtp.divergence import divergence_error, what_diverged
 from mtp.draft import Draft, MTPDraft
+from mtp.dspark.draft import DSparkDraft
 from mtp.held_out import held_out_text
 from mtp.history import HISTORY, flat_numbers, read_history
 from mtp.optimizer import build_optimizers, set_learning_rate
@@ -63,6 +64,8 @@ from mtp.teacher import open_source
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+DRAFTS: dict[str, type[Draft]] = {kind.name: kind for kind in (MTPDraft, DSparkDraft)}
 
 
 @dataclass(kw_only=True)
@@ -113,7 +116,7 @@ def train(
     shard: bool = False,
     tracker: str | None = None,
 ) -> dict[str, Any] | None:
-    """Train a head and write it to `out`; state and log of the run go to `out`.run beside it.
+    """Train a draft and write it to `out`; state and log of the run go to `out`.run beside it.
 
     Args:
         base: the base checkpoint that will be served.
@@ -137,14 +140,15 @@ def train(
     """
     cache = recipe.teacher.cache_folder
     sources = [base, data, *([cache] if cache else [])]
-    check_output(out, overwrite=overwrite, sources=sources, mark=HEAD_METADATA)
+    mark = DRAFTS[recipe.train.draft].mark
+    check_output(out, overwrite=overwrite, sources=sources, mark=mark)
     check_run(run_path(out), resume=resume, overwrite=overwrite)
     checkpoint = Checkpoint(base)
     checkpoint.require_supported()
     require_tokenizer_of(data, base)
     rows = load_prepared(data)["train"]
     accelerator, draft = start(
-        checkpoint, data, recipe, local_device(device), tracker, run_path(out)
+        checkpoint, data, rows, recipe, local_device(device), tracker, run_path(out)
     )
     batches = StepBatches(
         rows,
@@ -177,15 +181,22 @@ def train(
 
 
 def start(
-    checkpoint: Checkpoint, data: Path, recipe: Recipe, device: str, tracker: str | None, run: Path
-) -> tuple[Accelerator, MTPDraft]:
+    checkpoint: Checkpoint,
+    data: Path,
+    rows: Any,
+    recipe: Recipe,
+    device: str,
+    tracker: str | None,
+    run: Path,
+) -> tuple[Accelerator, Draft]:
     """This process among the others, and the draft at its warm start, with its teacher."""
     torch.manual_seed(recipe.train.seed)
     base = checkpoint.folder
     teacher = open_source(recipe.teacher, base, data, device=device)
     accelerator = start_processes(teacher.device, tracker, run)
     text = held_out_text(teacher, base, data, recipe, write=accelerator.is_main_process)
-    return accelerator, MTPDraft.from_base(checkpoint, teacher, recipe, text)
+    kind = DRAFTS[recipe.train.draft]
+    return accelerator, kind.from_base(checkpoint, teacher, recipe, text, rows)
 
 
 def provenance(recipe: Recipe, data: Path) -> dict[str, Any]:
@@ -346,7 +357,7 @@ def finish(
     complete = state.step == setup.recipe.train.steps or stalled(setup, state)
     if setup.accelerator.is_main_process:
         with staged_folder(
-            out, overwrite=overwrite, sources=sources, mark=HEAD_METADATA
+            out, overwrite=overwrite, sources=sources, mark=setup.draft.mark
         ) as staging:
             run.deliver(run.best(best["step"]), staging)
         if complete:

@@ -33,6 +33,13 @@ class SchemeName(StrEnum):
     w4a16 = "w4a16"
 
 
+class DraftKind(StrEnum):
+    """What `mtp train` trains, as in `train.draft` of a recipe."""
+
+    mtp = "mtp"
+    dspark = "dspark"
+
+
 class AlgorithmName(StrEnum):
     """The algorithms of `quantize.calibration`, as the command line needs them."""
 
@@ -53,6 +60,9 @@ def train_command(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="TABLE.KEY=VALUE, over the recipe; repeat.")
     ] = None,
+    draft: Annotated[
+        DraftKind | None, typer.Option(help="What to train, over the recipe.", show_default="mtp")
+    ] = None,
     out: Out = Path("head"),
     max_steps: Annotated[
         int | None, typer.Option(min=1, help="Stop after so many optimizer steps.")
@@ -68,7 +78,7 @@ def train_command(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Distil a head from the base.
+    """Distil a head, or a DSpark draft, from the base.
 
     Example: mtp train recipes/nano/recipe.toml --base base --data data --out head
     """
@@ -85,7 +95,7 @@ def train_command(
         base,
         data,
         out,
-        load_recipe(found, settings or ()),
+        load_recipe(found, [*(settings or ()), *([f"train.draft={draft.value}"] if draft else [])]),
         device=device,
         overwrite=overwrite,
         resume=resume,
@@ -107,6 +117,9 @@ def eval_command(
     base: Base,
     data: Data,
     head: Head = Path("head"),
+    draft: Annotated[
+        Path | None, typer.Option(help="A DSpark draft's folder, instead of a head's.")
+    ] = None,
     runtime: Annotated[Runtime, typer.Option(help="Which vLLM is predicted.")] = Runtime.routed,
     recipe: RecipeFile = None,
     device: Device = "auto",
@@ -119,8 +132,23 @@ def eval_command(
     """
     from mtp.acceptance import evaluate
     from mtp.recipe import load_recipe
-    from mtp.tables import acceptance_table
+    from mtp.tables import acceptance_table, forced_table
 
+    if draft is not None:
+        from rich.console import Group
+
+        from mtp.dspark.evaluate import evaluate_folder
+
+        metrics = evaluate_folder(base, draft, data, load_recipe(recipe), device=device)
+        rows = [("all", metrics), *metrics["by_category"].items()]
+        tables = Group(
+            acceptance_table(rows, f"{draft}, predicted"),
+            forced_table(
+                [("continuations", metrics["teacher_forced"]), ("held-out", metrics["validation"])]
+            ),
+        )
+        emit(metrics, as_json, report, tables)
+        return
     metrics = evaluate(
         base, head, data, load_recipe(recipe).eval, runtime=runtime.value, device=device
     )

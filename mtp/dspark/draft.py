@@ -18,7 +18,7 @@ from mtp.draft import Draft
 from mtp.dspark.anchors import Blocks, choose_blocks
 from mtp.dspark.config import choose_mask_token, config_for_base
 from mtp.dspark.evaluate import Measured, measure
-from mtp.dspark.export import save_draft
+from mtp.dspark.export import METADATA, save_draft
 from mtp.dspark.loss import SlotTerms, base_targets, slot_terms
 from mtp.dspark.model import DSparkModel
 from mtp.dspark.vocabulary import DraftVocabulary, choose_vocabulary, supervised_counts
@@ -39,7 +39,7 @@ class DSparkDraft(Draft):
         text: held-out prompts and the base's continuations, with the aux layers' states.
     """
 
-    name = "dspark"
+    name, mark = "dspark", METADATA
 
     def __init__(
         self,
@@ -75,9 +75,9 @@ class DSparkDraft(Draft):
         teacher: HiddenSource,
         recipe: Recipe,
         text: Continuations,
-        rows: Any,
+        rows: Any = None,
     ) -> DSparkDraft:
-        """A draft at its start; `rows`, the training split, say which tokens it can draft."""
+        """A draft at its start; the rows say which tokens it can draft."""
         settings, text_config = recipe.dspark, checkpoint.text_config
         mask_token = choose_mask_token(checkpoint.folder, text_config, settings.mask_token_id)
         config = config_for_base(text_config, settings, mask_token)

@@ -15,18 +15,31 @@ Shapes: N blocks, S slots, T tokens, H hidden, A aux layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from mtp.acceptance import SCHEMA_VERSION, AcceptanceCounts, Continuations, replay
+from graft.reader import Checkpoint
+from mtp.acceptance import (
+    SCHEMA_VERSION,
+    AcceptanceCounts,
+    Continuations,
+    continue_prompts,
+    replay,
+)
+from mtp.data.prompts import evaluation_prompts
+from mtp.data.store import load_prepared, require_tokenizer_of
 from mtp.dspark.anchors import Blocks, choose_blocks
+from mtp.dspark.export import load_draft, read_metadata
 from mtp.dspark.loss import SlotTerms, base_targets, chunk_length, slot_terms
 from mtp.dspark.model import DSparkModel
 from mtp.dspark.vocabulary import DraftVocabulary
 from mtp.progress import track
+from mtp.recipe import Recipe
+from mtp.teacher import Teacher
 from mtp.teacher.source import HiddenSource
 
 VALIDATION_SEED = 0  # of the anchors that are measured, the same at every evaluation
@@ -229,3 +242,47 @@ def _all_blocks(measured: Measured, mask: torch.Tensor) -> Blocks:
     return choose_blocks(
         mask[None], torch.tensor([len(mask)]), [0], block_size=size, max_anchors=0, seed=0
     )
+
+
+def evaluate_folder(
+    base: Path, folder: Path, data: Path, recipe: Recipe, *, device: str = "auto"
+) -> dict[str, Any]:
+    """`mtp eval --draft`: a draft's folder on held-out prompts, and on held-out rows.
+
+    Args:
+        base: the base that it is for.
+        folder: of the draft.
+        data: folder of `mtp data prepare`.
+        recipe: [eval], and the number of rows in [dspark].
+        device: "auto", "cpu", ...
+
+    Raises:
+        UserError: a broken folder, or a draft that was trained on another base.
+    """
+    model, vocabulary = load_draft(folder, Checkpoint(base))
+    require_tokenizer_of(data, base)
+    teacher = Teacher.load(base, device=device)
+    trained = read_metadata(folder)["provenance"].get("recipe", {}).get("dspark", {})
+    measured = Measured(
+        source=teacher, model=model.to(teacher.device), vocabulary=vocabulary,
+        num_slots=trained.get("num_speculative_tokens", model.config.block_size),
+    )  # fmt: skip
+    prompts = evaluation_prompts(
+        data,
+        num_prompts=recipe.eval.num_prompts,
+        max_prompt_tokens=recipe.eval.max_prompt_tokens,
+    )
+    layers = model.config.aux_layers
+    text = continue_prompts(teacher, prompts, recipe.eval.num_tokens, measured.num_slots, layers)
+    metrics = measure(measured, text)
+    held_out = load_prepared(data)["held_out"].with_format("numpy")
+    held_out = held_out.select(range(min(recipe.dspark.eval_rows, len(held_out))))
+
+    def rows() -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        for number, row in enumerate(held_out):
+            ids = torch.from_numpy(row["input_ids"]).long()
+            states = teacher.row_states([ids], layers)[0]
+            yield number, ids, torch.from_numpy(row["loss_mask"]).bool(), states
+
+    table = validate(measured, rows(), recipe.dspark.max_anchors)
+    return metrics | {"validation": table | {"num_rows": len(held_out)}}
