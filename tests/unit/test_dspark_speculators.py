@@ -101,3 +101,56 @@ def test_their_defaults_are_ours():
         assert getattr(theirs, name) == getattr(ours, name)
     assert theirs.sample_from_anchor
     assert theirs.markov_head_type == "vanilla"
+
+
+def test_a_folder_loads_through_their_own_class_with_identical_logits(tmp_path, monkeypatch):
+    """from_pretrained and all: schema, names, d2t and t2d, the base's embedding."""
+    from training import write_training_base
+
+    from graft.reader import Checkpoint
+    from mtp.dspark.config import config_for_base
+    from mtp.dspark.export import load_draft, save_draft
+    from mtp.dspark.vocabulary import DraftVocabulary
+
+    checkpoint = Checkpoint(write_training_base(tmp_path / "base"))
+    recipe = DSparkRecipe(block_size=4, num_speculative_tokens=3, draft_vocab_size=10,
+                          aux_layers=(1, 2), markov_rank=4, num_layers=2)  # fmt: skip
+    config = config_for_base(checkpoint.text_config, recipe, 15)
+    kept = torch.tensor([0, 1, 2, 4, 5, 7, 9, 11, 12, 15])
+    vocabulary = DraftVocabulary(kept=kept, vocab_size=16)
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    save_draft(
+        draft, config, random_draft(config).state_dict(), vocabulary, base=checkpoint,
+        fingerprint={}, provenance={}, acceptance=None,
+    )  # fmt: skip
+    theirs = speculators.DSparkDraftModel.from_pretrained(draft).float().eval()
+    assert theirs.config.sample_from_anchor and theirs.config.speculators_config is not None
+    assert torch.equal(theirs.d2t, vocabulary.d2t) and torch.equal(theirs.t2d, vocabulary.t2d)
+    embedding = checkpoint.load("model.embed_tokens.weight").float()
+    assert torch.equal(theirs.embed_tokens.weight, embedding)
+    ours, again = load_draft(draft)
+    assert torch.equal(again.kept, kept)
+    theirs._attn_impl = theirs.config.transformer_layer_config._attn_implementation = "sdpa"
+    from torch.nn.attention.flex_attention import create_mask
+
+    theirs._create_mask_fn = create_mask
+    anchors = torch.tensor([[2, 5]])
+    ids, aux, _, blocks = random_inputs(config, 1, 12, anchors)
+    mask = torch.zeros(1, 12)
+    mask[0, anchors[0]] = 1
+    with torch.no_grad():
+        hidden, logits, targets, _, _ = theirs._backbone_forward(
+            aux, ids, mask, torch.ones(1, 12, config.hidden_size),
+            torch.zeros(1, 12, dtype=torch.long), max_anchors=2,
+        )  # fmt: skip
+        found = ours.eval()(aux, F.embedding(blocks, embedding), anchors)[0]
+        previous = ids[0, anchors[0, :, None] + torch.arange(4)]
+        bias = theirs.markov_head.block_bias(
+            prev_token_ids=previous, hidden_states=hidden.view(2, 4, -1)
+        )
+    torch.testing.assert_close(
+        ours.logits(found, previous), logits.view(2, 4, -1) + bias, rtol=1e-5, atol=1e-5
+    )
+    # Their teacher is the base's own output rows for these tokens.
+    assert targets.shape[-1] == 10

@@ -1,0 +1,152 @@
+"""The draft behind the trainer: shares, resume to the bit, what is written, what is measured."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from training import tiny_recipe, write_training_base, write_training_data
+
+from graft.errors import UserError
+from graft.reader import Checkpoint
+from mtp.data.store import load_prepared
+from mtp.dspark.draft import DSparkDraft
+from mtp.dspark.evaluate import evaluate_folder
+from mtp.dspark.export import load_draft
+from mtp.held_out import held_out_text
+from mtp.recipe import DSparkRecipe, load_recipe
+from mtp.schedule import StepBatches
+from mtp.teacher import Teacher
+from mtp.train import train
+
+SETTINGS = DSparkRecipe(
+    num_layers=2, block_size=4, num_speculative_tokens=3, draft_vocab_size=10, aux_layers=(1, 2),
+    full_attention_layers=(1,), sliding_window=16, mask_token_id=15, markov_rank=4, max_anchors=5,
+    eval_rows=3,
+)  # fmt: skip
+
+
+def recipe_of(**train):
+    recipe = tiny_recipe(draft="dspark", **train)
+    return replace(recipe, dspark=SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_training_base(tmp_path_factory.mktemp("dspark") / "base")
+
+
+@pytest.fixture(scope="module")
+def data(base):
+    return write_training_data(base.parent / "data", base)
+
+
+@pytest.fixture(scope="module")
+def draft(base, data):
+    torch.manual_seed(0)
+    teacher, recipe = Teacher.load(base, device="cpu"), recipe_of()
+    text = held_out_text(teacher, base, data, recipe)
+    rows = load_prepared(data)["train"]
+    return DSparkDraft.from_base(Checkpoint(base), teacher, recipe, text, rows)
+
+
+@pytest.fixture(scope="module")
+def trained(base, data):
+    out = base.parent / "draft"
+    return out, train(base, data, out, recipe_of(), device="cpu")
+
+
+def batches_of(data):
+    return StepBatches(load_prepared(data)["train"], recipe_of().train)
+
+
+def test_shares_of_micro_batches_add_up_to_the_batch(draft, data):
+    """Anchors are drawn by row, so cutting the batch does not change them."""
+    torch.manual_seed(7)
+    (batch,) = batches_of(data).micro_batches(0)
+    totals = draft.target_weights(batch)
+    whole, statistics = draft(batch, totals, 0.0)
+    parts = []
+    for row in range(len(batch.rows)):
+        one = type(batch)(
+            input_ids=batch.input_ids[row : row + 1], loss_mask=batch.loss_mask[row : row + 1],
+            lengths=batch.lengths[row : row + 1], categories=batch.categories[row : row + 1],
+            rows=batch.rows[row : row + 1],
+        )  # fmt: skip
+        parts.append((one, *draft(one, totals, 0.0)))
+    torch.testing.assert_close(sum(loss for _, loss, _ in parts), whole, rtol=1e-5, atol=0)
+    for name, wanted in statistics.items():
+        found = sum(shares[name] for _, _, shares in parts)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+    assert torch.equal(sum(draft.target_weights(one) for one, _, _ in parts), totals)
+    torch.manual_seed(8)
+    assert draft(batch, draft.target_weights(batch), 0.0)[0] != whole
+
+
+def test_a_batch_without_targets_gives_zero_and_reaches_every_weight(draft, data):
+    batch = next(batches_of(data).micro_batches(0)).without_targets()
+    loss, _ = draft(batch, torch.ones(4), 0.0)
+    loss.backward()
+    assert loss == 0
+    trained = [p for p in draft.parameters() if p.requires_grad]
+    assert all(p.grad is not None and not p.grad.any() for p in trained)
+    assert not draft.model.lm_head.weight.requires_grad
+    draft.zero_grad(set_to_none=True)
+
+
+def test_what_a_draft_starts_from(draft, base):
+    """Rows of the base's output for the tokens it can say; the base's norm, which counts from 1."""
+    checkpoint, kept = Checkpoint(base), draft._measured.vocabulary.kept
+    lm_head = checkpoint.load("lm_head.weight").float()
+    torch.testing.assert_close(draft.model.lm_head.weight.detach(), lm_head[kept])
+    norm = checkpoint.load("model.norm.weight").float()
+    torch.testing.assert_close(draft.model.norm.weight.detach(), 1 + norm)
+    assert len(kept) == 10
+
+
+def test_a_run_that_was_stopped_and_resumed_ends_in_the_same_bytes(base, data, trained):
+    out = base.parent / "stopped"
+    train(base, data, out, recipe_of(), device="cpu", max_steps=5)
+    train(base, data, out, recipe_of(), device="cpu", resume=True, overwrite=True)
+    one, other = (load_file(folder / "model.safetensors") for folder in (trained[0], out))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    fresh = load_file(trained[0] / "model.safetensors")["fc.weight"]
+    assert not torch.equal(fresh, torch.zeros_like(fresh))
+
+
+def test_the_folder_reads_back_and_measures_as_it_did(base, data, trained):
+    out, summary = trained
+    metrics = evaluate_folder(base, out, data, recipe_of(), device="cpu")
+    for name in ("mean_accepted", "cumulative", "num_drafts"):
+        assert metrics[name] == pytest.approx(summary["after"][name]), name
+    forced, before = metrics["teacher_forced"], summary["after"]["teacher_forced"]
+    for name in ("accept_len", "position_acc", "calibration_error", "missed_mass"):
+        assert forced[name] == pytest.approx(before[name]), name
+    assert len(metrics["cumulative"]) == 3
+    assert metrics["validation"]["num_rows"] == 3
+    assert 1 <= metrics["validation"]["accept_len"] <= 5
+    assert summary["best_step"] in (4, 8, 12)
+
+
+def test_a_draft_of_another_base_is_refused(trained, data, tmp_path):
+    other = write_training_base(tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    config["rms_norm_eps"] = 1e-5
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="draft was trained on"):
+        load_draft(trained[0], Checkpoint(other))
+    load_draft(trained[0])
+
+
+def test_a_draft_brings_its_learning_rate_unless_the_recipe_has_one(tmp_path):
+    assert load_recipe(None).train.learning_rate == 5e-5
+    assert load_recipe(None, ["train.draft=dspark"]).train.learning_rate == 3e-4
+    path = tmp_path / "recipe.toml"
+    path.write_text('[train]\ndraft = "dspark"\nlearning_rate = 1e-3\n')
+    assert load_recipe(path).train.learning_rate == 1e-3
