@@ -36,8 +36,8 @@ from mtp.data.store import (
     rows_digest,
 )
 from mtp.divergence import divergence_error, what_diverged
-from mtp.draft import Draft, MTPDraft
-from mtp.dspark.draft import DSparkDraft
+from mtp.draft import Draft
+from mtp.drafts import DRAFTS
 from mtp.held_out import held_out_text
 from mtp.history import HISTORY, flat_numbers, read_history
 from mtp.optimizer import build_optimizers, set_learning_rate
@@ -64,8 +64,6 @@ from mtp.teacher import open_source
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-DRAFTS: dict[str, type[Draft]] = {kind.name: kind for kind in (MTPDraft, DSparkDraft)}
 
 
 @dataclass(kw_only=True)
@@ -140,15 +138,14 @@ def train(
     """
     cache = recipe.teacher.cache_folder
     sources = [base, data, *([cache] if cache else [])]
-    mark = DRAFTS[recipe.train.draft].mark
-    check_output(out, overwrite=overwrite, sources=sources, mark=mark)
+    check_output(out, overwrite=overwrite, sources=sources, mark=DRAFTS[recipe.train.draft].mark)
     check_run(run_path(out), resume=resume, overwrite=overwrite)
     checkpoint = Checkpoint(base)
     checkpoint.require_supported()
     require_tokenizer_of(data, base)
     rows = load_prepared(data)["train"]
     accelerator, draft = start(
-        checkpoint, data, rows, recipe, local_device(device), tracker, run_path(out)
+        checkpoint, data, recipe, local_device(device), tracker, run_path(out)
     )
     batches = StepBatches(
         rows,
@@ -181,13 +178,7 @@ def train(
 
 
 def start(
-    checkpoint: Checkpoint,
-    data: Path,
-    rows: Any,
-    recipe: Recipe,
-    device: str,
-    tracker: str | None,
-    run: Path,
+    checkpoint: Checkpoint, data: Path, recipe: Recipe, device: str, tracker: str | None, run: Path
 ) -> tuple[Accelerator, Draft]:
     """This process among the others, and the draft at its warm start, with its teacher."""
     torch.manual_seed(recipe.train.seed)
@@ -196,6 +187,7 @@ def start(
     accelerator = start_processes(teacher.device, tracker, run)
     text = held_out_text(teacher, base, data, recipe, write=accelerator.is_main_process)
     kind = DRAFTS[recipe.train.draft]
+    rows = load_prepared(data)["train"]
     return accelerator, kind.from_base(checkpoint, teacher, recipe, text, rows)
 
 

@@ -4,6 +4,7 @@ Where the MTP head is grafted into the base, this draft is a folder of its own. 
 hidden states after a few of its layers, and drafts a whole block at once: a DFlash backbone, a
 low-rank Markov bias from each token to the next, and a head that says how sure it is.
 
+    recipe.py      [dspark] of a recipe
     config.py      the shape, from a base and a recipe; the config.json of a speculators draft
     vocabulary.py  the tokens that can be drafted
     model.py       the backbone and its two heads

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from graft.errors import UserError
-from mtp.recipe import DSparkRecipe
+from mtp.dspark.recipe import DSparkRecipe
 
 SPECULATORS_VERSION = "0.9.0"  # whose schema is written
 FULL, SLIDING = "full_attention", "sliding_attention"
