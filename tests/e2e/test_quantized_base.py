@@ -63,8 +63,7 @@ def trained(request, tmp_path_factory):
     (folder / "recipe.toml").write_text(dump_recipe(recipe))
     for base in ("packed", "twin", "plain"):
         run("train", folder / "recipe.toml", "--base", folder / base, "--data", folder / "data",
-            "--out", folder / f"head-{base}", "--device", "cpu", "--set",
-            "head.warm_start=random")  # fmt: skip
+            "--out", folder / f"head-{base}", "--device", "cpu")  # fmt: skip
     return folder
 
 
@@ -73,7 +72,8 @@ def test_the_teacher_is_what_the_packed_bytes_mean(trained):
         base: [r["loss"] for r in read_history(trained / f"head-{base}" / "history.jsonl")]
         for base in ("packed", "twin", "plain")
     }
-    assert losses["packed"] == pytest.approx(losses["twin"], rel=1e-4)
+    # Not closer, since the warm start takes the base's last layer in bfloat16.
+    assert losses["packed"] == pytest.approx(losses["twin"], rel=2e-3)
     assert losses["packed"] != pytest.approx(losses["plain"], rel=1e-2)
 
 
