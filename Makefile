@@ -20,11 +20,17 @@ help:
 demo: venv vllm-env
 	MTP=$(BIN)/mtp VLLM_PYTHON=$(VLLM_VENV)/bin/python bash recipes/nano/run.sh $(DEMO)
 
-# release: a Hub-ready folder of the demo's model
-release: $(DEMO)/served.json
+# release: Hub-ready folders of the demo's model and of a DSpark draft for its base
+release: $(DEMO)/served.json $(DEMO)/draft-eval.json
 	$(BIN)/mtp release build --checkpoint $(DEMO)/grafted-nvfp4 --out $(DEMO)/release \
 	  --name mtp-graft-nano --license mit --license-file LICENSE --overwrite \
 	  --evaluation $(DEMO)/quantize.json --served $(DEMO)/served.json
+	$(BIN)/mtp release draft --draft $(DEMO)/draft --base $(DEMO)/base --out $(DEMO)/release-draft \
+	  --name mtp-graft-nano-dspark --base-name mtp-graft-nano --license mit --license-file LICENSE \
+	  --evaluation $(DEMO)/draft-eval.json --overwrite
+
+$(DEMO)/draft-eval.json: $(DEMO)/served.json
+	MTP=$(BIN)/mtp bash recipes/dspark-nano/run.sh $(DEMO)
 
 $(DEMO)/served.json:
 	$(MAKE) demo

@@ -1,0 +1,141 @@
+"""`mtp release draft`: a Hub-ready folder of a DSpark draft, the second part of a release.
+
+A draft is served beside an unchanged base, so its folder holds no base: the card says that it does
+nothing alone, and by which fingerprint the base that belongs to it is known. Nothing is uploaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from graft.errors import UserError
+from graft.index import read_json, write_json
+from graft.manifest import file_digests
+from graft.reader import Checkpoint
+from graft.staging import staged_folder
+from mtp import __version__
+from mtp.dspark.export import CONFIG, METADATA, WEIGHTS, load_draft, read_metadata
+from mtp.reports import read_report
+
+TEMPLATE = Path(__file__).with_name("draft_card.md.jinja")
+SUMS = "SHA256SUMS"
+
+
+def build_draft_release(
+    draft: Path,
+    base: Path,
+    out: Path,
+    *,
+    name: str,
+    base_name: str,
+    license_id: str,
+    license_file: Path,
+    evaluation: Path,
+    served: Path | None = None,
+    overwrite: bool = False,
+) -> list[str]:
+    """Assemble the folder.
+
+    Args:
+        draft: the draft's folder.
+        base: the base that it was trained on; it must have the draft's fingerprint.
+        out: the folder to write.
+        name: the draft's name, in the serve command.
+        base_name: Hub name of the base, in the serve command and as the draft's verifier.
+        license_id: the Hub's licence identifier.
+        license_file: becomes LICENSE.
+        evaluation: report of `mtp eval --draft`.
+        served: report of benchmarks/dspark_h200, if it was served.
+        overwrite: replace an existing `out`.
+
+    Returns:
+        The files' names.
+
+    Raises:
+        UserError: a broken draft, one of another base, no licence file, or no such report.
+    """
+    load_draft(draft, Checkpoint(base))
+    if not license_file.is_file():
+        raise UserError(
+            "a licence file", f"{license_file}: no such file", "name one with --license-file"
+        )
+    report = read_report(evaluation, "teacher_forced")
+    table = None if served is None else read_report(served, "dspark")
+    card = render_draft_card(
+        draft, name=name, base_name=base_name, license_id=license_id, evaluation=report,
+        served=table,
+    )  # fmt: skip
+    config = read_json(draft / CONFIG)
+    config["speculators_config"]["verifier"]["name_or_path"] = base_name
+    with staged_folder(out, overwrite=overwrite, sources=[draft, base], mark=METADATA) as staging:
+        write_json(staging / CONFIG, config)
+        for file in (WEIGHTS, METADATA):
+            shutil.copyfile(draft / file, staging / file)
+        (staging / "README.md").write_text(card)
+        shutil.copyfile(license_file, staging / "LICENSE")
+        names = sorted(path.name for path in staging.iterdir())
+        lines = [f"{digest}  {name}\n" for name, digest in file_digests(staging, names).items()]
+        (staging / SUMS).write_text("".join(lines))
+    return [*names, SUMS]
+
+
+def draft_serve_command(name: str, base_name: str, num_tokens: int) -> str:
+    """The line that serves the base with the draft beside it."""
+    speculative = {"method": "dspark", "model": name, "num_speculative_tokens": num_tokens}
+    return f"vllm serve {base_name} --speculative-config '{json.dumps(speculative)}'"
+
+
+def fingerprint_digest(fingerprint: dict[str, Any]) -> str:
+    """SHA-256 of a base's fingerprint, as hex."""
+    return hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()
+
+
+def render_draft_card(
+    draft: Path,
+    *,
+    name: str,
+    base_name: str,
+    license_id: str,
+    evaluation: dict[str, Any],
+    served: dict[str, Any] | None,
+) -> str:
+    """The card's text, front matter included."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    metadata, config = read_metadata(draft), read_json(draft / CONFIG)
+    provenance = metadata["provenance"]
+    num_tokens = len(evaluation["cumulative"])
+    card_data = ModelCardData(
+        license=license_id,
+        base_model=base_name,
+        base_model_relation="adapter",
+        library_name="vllm",
+        pipeline_tag="text-generation",
+        tags=["speculative-decoding", "speculators", "dspark", "mtp-graft"],
+    )
+    rows = [("predicted", evaluation)]
+    if served is not None:
+        rows.append((f"served, vLLM {served['vllm_version']}", served["dspark"]))
+    card = ModelCard.from_template(
+        card_data,
+        template_path=str(TEMPLATE),
+        name=name,
+        base_name=base_name,
+        serve_command=draft_serve_command(name, base_name, num_tokens),
+        num_tokens=num_tokens,
+        fingerprint=fingerprint_digest(metadata["base_fingerprint"]),
+        tensors=metadata["base_fingerprint"]["tensor_sha256"],
+        rows=rows,
+        evaluation=evaluation,
+        num_layers=config["transformer_layer_config"]["num_hidden_layers"],
+        config=config,
+        tool=f"mtp-graft {__version__}",
+        tokens=provenance.get("tokens", "an unrecorded number of"),
+        licences=", ".join(provenance.get("licences", [])) or "not recorded",
+        licences_by_source=provenance.get("licences_by_source", {}),
+    )
+    return str(card)

@@ -1,0 +1,114 @@
+"""The draft's own release folder: what the card says, and which base it is for."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from dspark_tiny import random_draft
+from training import write_training_base
+
+from graft.errors import UserError
+from graft.manifest import base_fingerprint, file_digest
+from graft.reader import Checkpoint
+from mtp.dspark.config import config_for_base, draft_rope
+from mtp.dspark.export import load_draft, save_draft
+from mtp.dspark.recipe import DSparkRecipe
+from mtp.dspark.vocabulary import DraftVocabulary
+from mtp.release.draft import build_draft_release, fingerprint_digest
+
+EVALUATION = {
+    "mean_accepted": 1.5, "cumulative": [0.8, 0.5, 0.2], "num_drafts": 9, "num_prompts": 4,
+    "teacher_forced": {},
+    "validation": {"num_rows": 3, "accept_len": 2.25, "accept_rate": 0.5, "calibration_error": 0.1},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_training_base(tmp_path_factory.mktemp("release") / "base")
+
+
+def write_draft(folder, base):
+    import torch
+
+    checkpoint = Checkpoint(base)
+    recipe = DSparkRecipe(block_size=4, num_speculative_tokens=3, draft_vocab_size=10,
+                          aux_layers=(1, 2), markov_rank=4, num_layers=1)  # fmt: skip
+    config = config_for_base(checkpoint.text_config, recipe, 15)
+    folder.mkdir()
+    save_draft(
+        folder, config, random_draft(config).state_dict(),
+        DraftVocabulary(kept=torch.arange(3, 13), vocab_size=16), base=checkpoint,
+        fingerprint=base_fingerprint(checkpoint), provenance={"tokens": 77, "licences": ["MIT"]},
+        acceptance=None,
+    )  # fmt: skip
+    return folder
+
+
+def release(draft, base, out, **options):
+    evaluation = out.parent / "eval.json"
+    evaluation.write_text(json.dumps(EVALUATION))
+    licence = out.parent / "LICENSE"
+    licence.write_text("do as you like")
+    return build_draft_release(
+        draft, base, out, name="me/draft", base_name="me/model", license_id="mit",
+        license_file=licence, evaluation=evaluation, **options,
+    )  # fmt: skip
+
+
+def test_the_folder_holds_the_draft_and_the_card_names_its_base(base, tmp_path):
+    draft, out = write_draft(tmp_path / "draft", base), tmp_path / "out"
+    files = release(draft, base, out)
+    assert sorted(files) == sorted(path.name for path in out.iterdir())
+    assert set(files) == {
+        "LICENSE", "README.md", "SHA256SUMS", "config.json", "draft.json", "model.safetensors"
+    }  # fmt: skip
+    card = (out / "README.md").read_text()
+    assert "does nothing alone" in card
+    fingerprint = base_fingerprint(Checkpoint(base))
+    assert fingerprint_digest(fingerprint) in card
+    assert fingerprint["tensor_sha256"]["lm_head"] in card
+    assert '"method": "dspark", "model": "me/draft", "num_speculative_tokens": 3' in card
+    assert "vllm serve me/model " in card
+    for number in ("1.500", "0.800", "2.250", "77 tokens", "MIT"):
+        assert number in card
+    config = json.loads((out / "config.json").read_text())
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "me/model"
+    assert str(base.parent) not in "".join(
+        path.read_text() for path in out.iterdir() if path.suffix != ".safetensors"
+    )
+    for line in (out / "SHA256SUMS").read_text().splitlines():
+        digest, name = line.split("  ")
+        assert file_digest(out / name) == digest
+    load_draft(out, Checkpoint(base))
+
+
+def test_a_release_for_another_base_is_refused(base, tmp_path):
+    other = write_training_base(tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
+    draft = write_draft(tmp_path / "draft", base)
+    with pytest.raises(UserError, match="draft was trained on"):
+        release(draft, other, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_rotary_rule_of_a_partial_base():
+    """[11, 11, 10] at 0.25 of 256 fills the head as [44, 44, 40] (speculators#613)."""
+    rope = {
+        "rope_type": "default", "type": "mrope", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10], "mrope_interleaved": True,
+    }  # fmt: skip
+    assert draft_rope({"rope_parameters": rope}, 256) == {
+        "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 1.0,
+        "mrope_section": [44, 44, 40],
+    }  # fmt: skip
+    with pytest.raises(UserError, match="fills a head of 128"):
+        draft_rope({"rope_parameters": rope}, 128)
+    without = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    assert "partial_rotary_factor" not in draft_rope({"rope_parameters": without}, 64)
+    with pytest.raises(UserError, match="rope_type default"):
+        draft_rope({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, 64)
