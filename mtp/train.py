@@ -14,7 +14,7 @@ the step's number. So a run that was killed and resumed ends in the same weights
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,47 +58,13 @@ from mtp.parallel import (
 from mtp.progress import TrainingBar, interrupted, stop_requests
 from mtp.recipe import Recipe
 from mtp.recipe_text import dump_recipe
-from mtp.run_folder import RunFolder, check_run, open_run, run_path
+from mtp.run_folder import check_run, open_run, run_path
 from mtp.schedule import StepBatches, learning_rate_factor
 from mtp.teacher import open_source
+from mtp.train_state import Setup, TrainState
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-
-@dataclass(kw_only=True)
-class TrainState:
-    """Where a run is; kept in every checkpoint.
-
-    step, tokens, seconds: finished optimizer steps, tokens seen in them, time they took.
-    before: acceptance of the warm start.
-    best: step and acceptance of the best head so far.
-    num_without_best: evaluations since acceptance last rose.
-    measured: the last step that was evaluated.
-    """
-
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    before: dict[str, Any] | None = None
-    best: dict[str, Any] | None = None
-    num_without_best: int = 0
-    measured: int = -1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What the loop works with. `model` is `draft` as wrapped for several processes."""
-
-    recipe: Recipe
-    draft: Draft
-    model: nn.Module
-    optimizers: list[torch.optim.Optimizer]
-    batches: StepBatches
-    rows: Any
-    run: RunFolder
-    accelerator: Accelerator
-    provenance: dict[str, Any]
 
 
 def train(
@@ -219,7 +185,7 @@ def optimize(setup: Setup, state: TrainState, max_steps: int | None = None) -> N
     setup.model.train()
     bar = TrainingBar(last, state.step, enabled=accelerator.is_main_process)
     with stop_requests() as requests, bar:
-        while state.step < last and not stalled(setup, state):
+        while state.step < last and not setup.stalled(state):
             record, stopping = optimizer_step(setup, state, losses, requests)
             losses.append(record["loss"])
             if due(settings.eval_every, state.step) or state.step == settings.steps:
@@ -346,7 +312,7 @@ def finish(
         evaluate(setup, state)
     run, best = setup.run, state.best
     assert best is not None
-    complete = state.step == setup.recipe.train.steps or stalled(setup, state)
+    complete = state.step == setup.recipe.train.steps or setup.stalled(state)
     if setup.accelerator.is_main_process:
         with staged_folder(
             out, overwrite=overwrite, sources=sources, mark=setup.draft.mark
@@ -382,12 +348,6 @@ def divergence(
     checkpoints = setup.run.checkpoints()
     last = str(checkpoints[-1]) if checkpoints else "none yet"
     return divergence_error(state.step + 1, what, setup.rows, indices, last)
-
-
-def stalled(setup: Setup, state: TrainState) -> bool:
-    """Whether acceptance has not improved for `patience` evaluations."""
-    patience = setup.recipe.train.patience
-    return bool(patience) and state.num_without_best >= patience
 
 
 def due(every: int, step: int) -> bool:
