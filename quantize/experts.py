@@ -86,6 +86,7 @@ def calibrate_head(
             "layer": visit.layer, "steps": [*earlier, *visit.steps],
             "never_routed": sorted(unseen),
         }  # fmt: skip
+        del head, experts  # before the next layer is loaded
     layers = range(source.num_layers)
     return [found[layer] for layer in layers], [coverage[layer] for layer in layers]
 

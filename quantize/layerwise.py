@@ -123,11 +123,10 @@ def load_layer(
     prefix = f"mtp.layers.{layer}."
     tensors = layer_tensors(source, layer)
     tensors |= {n: source.load(n) for n in source.names if not n.startswith("mtp.layers.")}
-    state = {
-        name.replace(prefix, "mtp.layers.0.", 1).removeprefix("mtp."): tensor.float()
-        for name, tensor in tensors.items()
-    }
-    del tensors
+    state = {}
+    for name in list(tensors):  # taken out one by one, so that both forms never lie side by side
+        short = name.replace(prefix, "mtp.layers.0.", 1).removeprefix("mtp.")
+        state[short] = tensors.pop(name).float()
     head = MTPHead(source.metadata["text_config"], 1, experts_implementation)
     head.load_state_dict(state, strict=True, assign=True)
     return head.to(device).eval().requires_grad_(False)

@@ -24,6 +24,7 @@ from mtp.acceptance import Continuations
 from mtp.data.store import load_prepared
 from mtp.draft import MTPDraft
 from mtp.head import MTPHead, load_head
+from mtp.optimizer import build_optimizers
 from mtp.parallel import start_processes
 from mtp.recipe import Recipe
 from mtp.recipe_text import dump_recipe
@@ -31,7 +32,7 @@ from mtp.router_load import freeze_routers
 from mtp.run_folder import open_run
 from mtp.schedule import StepBatches
 from mtp.teacher import Teacher
-from mtp.train import Setup, TrainState, build_optimizers, optimize
+from mtp.train import Setup, TrainState, optimize
 from quantize.calibration import Scheme, calibrate, quiet
 from quantize.packing import fake_quantize
 
