@@ -40,7 +40,7 @@ def lengths(folder):
     return sorted(len(row) for split in data.values() for row in split["input_ids"])
 
 
-@pytest.mark.parametrize("near_duplicates", ["together", "drop", "ignore"])
+@pytest.mark.parametrize("near_duplicates", ["together", "drop"])
 def test_only_the_longest_is_kept(base, tmp_path, near_duplicates):
     rows = [*requests("one", 5), *requests("two", 3), *requests("three", 1)]
     random.Random(0).shuffle(rows)

@@ -296,7 +296,7 @@ def test_prepare_splits_cleans_and_mixes(tmp_path, evaluation):
         messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
         return {"id": f"c{number}", "messages": messages}
 
-    rows = [row(n, text_of(1000 + n, 30), text_of(3000 + n, 60)) for n in range(120)]
+    rows = [row(n, text_of(1000 + n, 30), text_of(3000 + n, 60)) for n in range(60)]
     twin = row(500, text_of(1000, 30), text_of(3000, 60) + " end")
     held = next(r for r in rows if is_held_out(r["id"], percent=20))
     # Another request, but the answer of a held-out conversation.
@@ -313,7 +313,7 @@ def test_prepare_splits_cleans_and_mixes(tmp_path, evaluation):
     assert {"c0", "c500"} <= sides["train"] or {"c0", "c500"} <= sides["held_out"]
     assert not {"c900", copied["id"]} & (sides["train"] | sides["held_out"])
     assert [vars(c) for c in report.contaminated] == [
-        {"file": str(source), "line": 123, "evaluation": str(evaluation), "evaluation_line": 1}
+        {"file": str(source), "line": 63, "evaluation": str(evaluation), "evaluation_line": 1}
     ]
     assert report.near_duplicates == 2 and 0 < report.held_out_overlap < 0.1
     assert f"{evaluation}: 7 items, 1 too short" in report.as_text()
@@ -348,7 +348,7 @@ def test_processes_change_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(work, "_ITEMS_AT_ONCE", 4)
     base = make_base(tmp_path / "base", "qwen35")
     bad = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}
-    rows = [chat(n) for n in range(40)]
+    rows = [chat(n) for n in range(24)]
     rows[20]["messages"][1]["content"] = "one<|im_end|>two"
     source = write_jsonl(tmp_path / "a.jsonl", [*rows, bad])
     texts = []
