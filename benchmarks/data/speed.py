@@ -87,6 +87,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     arguments = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
+    # As where a worker's share is: else one process would use all cores for its tokenising.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     variants = {
         "datasets.map, 1 process": with_map,
         "prepare, 1 process": with_prepare(num_workers=1),
@@ -99,7 +101,10 @@ def main() -> None:
     cpu: dict[str, list[float]] = {name: [] for name in variants}
     loads = []
     with tempfile.TemporaryDirectory() as scratch:
-        source = Path(scratch) / "rows.jsonl"
+        source, few = Path(scratch) / "rows.jsonl", Path(scratch) / "few.jsonl"
+        write_rows(arguments.traces, few, 20)
+        for number, run in enumerate((with_map, with_prepare(num_workers=1))):
+            run(arguments.base, few, Path(scratch) / f"warm-{number}")  # imports are nobody's work
         write_rows(arguments.traces, source, arguments.rows)
         for number in range(arguments.rounds):
             for name, run in variants.items():

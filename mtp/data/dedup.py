@@ -108,6 +108,41 @@ class BeginningFile:
         self._stream.close()
 
 
+class DigestSet:
+    """Digests that were seen, in some 20 bytes each, where Python's set takes 100.
+
+    A table of 64-bit numbers with linear probing. Among 5 million different rows two meet with
+    probability 1e-6.
+    """
+
+    def __init__(self) -> None:
+        self._table = np.zeros(1 << 10, dtype=np.uint64)
+        self._count = 0
+
+    def add(self, digest: str) -> bool:
+        """Take a digest in hexadecimal; whether it is new."""
+        number = int(digest[:16], 16) or 1  # 0 is a free place
+        place = self._place(number)
+        if self._table[place]:
+            return False
+        self._table[place] = number
+        self._count += 1
+        if 3 * self._count > 2 * len(self._table):
+            numbers = self._table[self._table != 0].tolist()
+            self._table = np.zeros(2 * len(self._table), dtype=np.uint64)
+            for number in numbers:
+                self._table[self._place(number)] = number
+        return True
+
+    def _place(self, number: int) -> int:
+        """Where a number stands, or would."""
+        table, last = self._table, len(self._table) - 1
+        place = number & last
+        while (found := int(table[place])) and found != number:
+            place = (place + 1) & last
+        return place
+
+
 class KeyFile:
     """The keys of all conversations, in a file, in the order in which they were added."""
 

@@ -11,6 +11,7 @@ from graft.errors import UserError
 from graft.staging import staged_folder
 from mtp.data.conversation import UNKNOWN_LICENCE, Conversation, Document
 from mtp.data.decontaminate import read_evaluation_sets
+from mtp.data.dedup import DigestSet
 from mtp.data.filters import RowFilter, require_applied
 from mtp.data.formats import recogniser
 from mtp.data.hub import HUB_PREFIX
@@ -189,19 +190,17 @@ def _usable(
     sources: Sequence[str | Path], reading: Reading, report: PrepareReport
 ) -> Iterator[Item]:
     """Items that can be rendered; all others are noted in the report."""
-    seen: set[bytes] = set()
+    seen = DigestSet()
     for source in sources:
         for item in read_source(source, report.ignored_files, reading):
             report.add_read(item)
             if not isinstance(item.value, Conversation | Document):
                 continue
-            digest = bytes.fromhex(item.digest)[:16]
-            if digest in seen:
-                report.add_dropped(item, "duplicate")
-            elif isinstance(item.value, Document) and not item.value.text.strip():
+            if isinstance(item.value, Document) and not item.value.text.strip():
                 report.add_dropped(item, "empty")
             elif isinstance(item.value, Conversation) and item.value.is_prompts_only:
                 report.add_dropped(item, PROMPTS_ONLY)
-            else:
-                seen.add(digest)
+            elif seen.add(item.digest):
                 yield item
+            else:
+                report.add_dropped(item, "duplicate")

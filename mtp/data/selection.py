@@ -47,9 +47,10 @@ class Collected:
         self._beginnings = BeginningFile(folder / "beginnings.bin")
         self._rules = rules
         self._kinds: dict[Kind, int] = {}
-        self._kind, self._num_rows = array("q"), array("q")
+        # Small numbers: there is one of each for millions of rows.
+        self._kind, self._num_rows = array("i"), array("i")
         self._digest = array("Q")
-        self._conversation, self._tokens, self._supervised = array("q"), array("q"), array("q")
+        self._conversation, self._tokens, self._supervised = array("i"), array("i"), array("i")
 
     def add(self, item: Item, licence: str, outcome: Outcome) -> None:
         """Take the windows of a conversation or document."""
@@ -85,13 +86,13 @@ class Collected:
     def deal(self, report: PrepareReport) -> dict[str, np.ndarray]:
         """How often each row is in each split, [N] int64; the report is told."""
         rules = self._rules
-        digests = np.frombuffer(self._digest, dtype=np.uint64)
-        kinds = np.frombuffer(self._kind, dtype=np.int64)
-        conversation = np.frombuffer(self._conversation, dtype=np.int64)
+        digests = _numbers(self._digest)
+        kinds = _numbers(self._kind)
+        conversation = _numbers(self._conversation)
         count = len(kinds)
-        tokens = np.bincount(
-            conversation, weights=np.frombuffer(self._tokens, dtype=np.int64), minlength=count
-        ).astype(np.int64)
+        tokens = np.bincount(conversation, weights=_numbers(self._tokens), minlength=count).astype(
+            np.int64
+        )
         kept = tokens > 0
         contained = self._beginnings.contained() & kept
         self._drop(contained, "beginning of a longer conversation", report)
@@ -137,9 +138,9 @@ class Collected:
         self, kept: np.ndarray, held_out: np.ndarray, report: PrepareReport
     ) -> np.ndarray:
         """[C] bool: conversations to train on that mostly repeat supervised held-out tokens."""
-        conversation = np.frombuffer(self._conversation, dtype=np.int64)
+        conversation = _numbers(self._conversation)
         of_rows = (kept & held_out)[conversation]
-        supervised = np.frombuffer(self._supervised, dtype=np.int64)
+        supervised = _numbers(self._supervised)
         runs = HeldOutRuns(int(supervised[of_rows].sum()))
         total, found = np.zeros((2, len(kept)), dtype=np.int64)
         if not of_rows.any() or self._rules.near_duplicates == "ignore":
@@ -171,11 +172,11 @@ class Collected:
             report.by_source[kinds[kind].place].dropped[reason] += num_rows
 
     def _count(self, split: str, times: np.ndarray, report: PrepareReport) -> None:
-        conversation = np.frombuffer(self._conversation, dtype=np.int64)
-        kind_of = np.frombuffer(self._kind, dtype=np.int64)
+        conversation = _numbers(self._conversation)
+        kind_of = _numbers(self._kind)
         weights = times[conversation]
-        tokens = np.frombuffer(self._tokens, dtype=np.int64) * weights
-        supervised = np.frombuffer(self._supervised, dtype=np.int64) * weights
+        tokens = _numbers(self._tokens) * weights
+        supervised = _numbers(self._supervised) * weights
         for number, kind in enumerate(self._kinds):
             rows = (kind_of == number)[conversation]
             report.add_rows(
@@ -186,3 +187,8 @@ class Collected:
                 tokens=int(tokens[rows].sum()),
                 supervised_tokens=int(supervised[rows].sum()),
             )
+
+
+def _numbers(values: array[int]) -> np.ndarray:
+    """The same memory as numpy sees it."""
+    return np.frombuffer(values, dtype=values.typecode)

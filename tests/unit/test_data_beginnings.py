@@ -65,6 +65,18 @@ def test_what_says_more_than_the_beginning_is_kept(base, tmp_path):
     assert not report.dropped and report.train.rows == 3
 
 
+def test_digests_that_were_seen():
+    """Against Python's set, over several sizes of the table, with digests that collide in it."""
+    generator = random.Random(0)
+    digests = [f"{generator.randrange(1, 3001) << 40:016x}" + "f" * 48 for _ in range(8000)]
+    digests += [f"{number:016x}" + "0" * 48 for number in (1, 1024, 1025, (1 << 64) - 1)]
+    seen, wanted = dedup.DigestSet(), set()
+    for digest in digests:
+        assert seen.add(digest) is (digest not in wanted)
+        wanted.add(digest)
+    assert len(wanted) > 2500 and not any(map(seen.add, wanted))
+
+
 def test_keys_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(dedup, "_BYTES_AT_ONCE", 16)
     file = dedup.BeginningFile(tmp_path / "keys")
