@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# On the GPU machine: the hybrid base and its head as for routing, then a draft for the same base on
+# the same data. What WORK already holds is kept. Usage: train.sh WORK CODE (as for routing_h200)
+set -euo pipefail
+work=$1 code=$2
+here=$(cd "$(dirname "$0")" && pwd)
+root=$(cd "$here/../.." && pwd)
+bash "$here/../routing_h200/train.sh" "$work" "$code"
+export PYTHONPATH="$root:${PYTHONPATH:-}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=true
+cd "$work"
+make() { # FILE mtp-arguments...: run unless FILE is there
+  local file=$1 t=$SECONDS; shift
+  [ -e "$file" ] && return
+  printf '\n$ mtp %s\n' "$*"
+  python3 -m mtp.cli "$@"
+  echo "[$((SECONDS - t)) s]"
+}
+make draft train --base base --data data --recipe "${DRAFT_RECIPE:-$here/recipe.toml}" --out draft
+make draft-eval.json eval --base base --draft draft --data data --recipe "$here/recipe.toml" \
+  --report draft-eval.json
+touch finished-draft
