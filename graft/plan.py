@@ -129,7 +129,7 @@ def plan_graft(
     written += _head_shards(placed.tensors, taken, head_shard_bytes)
     changes = _flattening(checkpoint.config, start) + differences(start, config)
     changes += [f"{QUANT_FILE} {c}" for c in _quant_file_changes(checkpoint, quant_file)]
-    copied, left_out = _other_files(checkpoint, text.left_out_files if text else ())
+    copied, left_out = other_files(checkpoint, text.left_out_files if text else ())
     base_files = {name: _content(base / name) for name in BASE_FILES}
     sources = [*(base / name for name in checkpoint.shards), *_shard_paths(folder.infos())]
     sources += [base / name for name, content in base_files.items() if content is not None]
@@ -248,9 +248,10 @@ def _shard_paths(infos: Iterable[TensorInfo]) -> list[Path]:
     return list(dict.fromkeys(info.shard for info in infos))
 
 
-def _other_files(
-    checkpoint: Checkpoint, unneeded: Iterable[str]
+def other_files(
+    checkpoint: Checkpoint, unneeded: Iterable[str] = ()
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the files beside shards and configs: those to copy, those to leave out."""
     copied, left_out = [], []
     for path in sorted(checkpoint.folder.iterdir()):
         if path.name in BASE_FILES or path.name in checkpoint.shards:

@@ -17,7 +17,7 @@ from graft.ignore import derive_ignore
 from graft.index import INDEX_NAME, TensorInfo, index_of, write_json
 from graft.modules import is_multimodal, linear_modules
 from graft.place import Link, copy_file, require_space, share_files
-from graft.plan import QUANT_FILE, _other_files
+from graft.plan import QUANT_FILE, other_files
 from graft.reader import Checkpoint, TensorStore
 from graft.schemes import SCHEMES, precision_problems, read_statement
 from graft.writer import write_shard
@@ -76,7 +76,7 @@ def write_trunk(
     """
     matrices = expert_matrices(checkpoint.infos(), input_amax)
     written = _write_shards(checkpoint, matrices, folder, link)
-    for name in _other_files(checkpoint, ())[0]:
+    for name in other_files(checkpoint)[0]:
         if name != REPORT:
             copy_file(checkpoint.folder / name, folder / name)
     write_json(folder / INDEX_NAME, index_of(written.infos(), checkpoint.index_metadata))

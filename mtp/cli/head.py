@@ -224,7 +224,12 @@ def quantize_command(
         )
     except GateFailed as error:
         failed, result = error, error.result
-    title = f"{out}: {result['bytes_before']} -> {result['bytes_after']} bytes"
+    difference = result["difference"]
+    low, high = difference["mean_accepted_interval"]
+    title = (
+        f"{out}: {result['bytes_before']} -> {result['bytes_after']} bytes, mean accepted "
+        f"{difference['mean_accepted']:+.4f} ({low:+.4f} to {high:+.4f})"
+    )
     rows = [("BF16", result["before"]), ("NVFP4 experts", result["after"])]
     emit(result, as_json, report, acceptance_table(rows, title))
     if failed is not None:
