@@ -4,6 +4,7 @@ import contextlib
 import io
 import warnings
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -208,3 +209,49 @@ def test_fake_quantized_values_are_the_packed_ones(drawn):
             packed.weight[expert], packed.weight_scale[expert], packed.weight_scale_2[expert]
         )
         assert torch.equal(found, fake_quantize(weight[expert], amax[expert]))
+
+
+@pytest.mark.parametrize("algorithm", ["mse", "four_over_six"])
+def test_scales_of_static_quantizers_are_read_as_modelopt_exports_them(algorithm):
+    """What mse, local_hessian and four-over-six leave behind, without the CUDA kernels they need:
+    static quantizers whose block scales are moved by hand."""
+    from quantize.calibration import calibrate, quantizer_config, quiet, read_scales
+
+    generator = torch.Generator().manual_seed(5)
+    model = nn.Module()
+    model.mlp = nn.Module()
+    model.mlp.experts = Experts(
+        stack((2, 32, 48), torch.float32, 0.02, "outliers", 2),
+        stack((2, 48, 16), torch.float32, 0.02, "normal", 3),
+    )
+    experts = model.mlp.experts
+    weights = {n: getattr(experts, n).detach().clone() for n in ("gate_up_proj", "down_proj")}
+    with quiet(), patch("quantize.calibration.quantizer_config") as config:
+        config.return_value = quantizer_config("w4a16", algorithm) | {"algorithm": "max"}
+        calibrate(model, lambda m: None, "w4a16", algorithm)
+        from modelopt.torch.quantization.nn.modules.tensor_quantizer import NVFP4StaticQuantizer
+
+        for name in weights:
+            for expert, quantizer in enumerate(getattr(experts, f"{name}_weight_quantizers")):
+                whole = weights[name][expert].abs().amax()
+                NVFP4StaticQuantizer.from_tensor_quantizer(quantizer, global_amax=whole)
+                factors = torch.rand(quantizer.amax.shape, generator=generator) * 0.5 + 0.75
+                quantizer.amax = quantizer.amax * factors
+        scales = read_scales(experts, "w4a16")
+        from modelopt.torch.export.moe_utils import _export_fused_experts
+
+        _export_fused_experts(experts, torch.float32)
+    exported = experts.state_dict()
+    packed = {name: pack(weights[name], scales[name].weight) for name in weights}
+    parts = {
+        "gate_proj": packed["gate_up_proj"].rows(0, 16),
+        "up_proj": packed["gate_up_proj"].rows(16, 32),
+        "down_proj": packed["down_proj"],
+    }
+    assert scales["down_proj"].weight.block_amax is not None
+    for expert in range(2):
+        for name, part in parts.items():
+            for kind in ("weight", "weight_scale", "weight_scale_2"):
+                found = getattr(part, kind)[expert].float()
+                wanted = exported[f"{expert}.{name}.{kind}"].float().reshape(found.shape)
+                assert torch.equal(found, wanted), (name, kind)
