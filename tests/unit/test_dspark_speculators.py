@@ -11,7 +11,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from dspark_tiny import random_draft, random_inputs, tiny_config
 
-from mtp.dspark.config import to_json
+from mtp.dspark.config import config_for_base, to_json
 from mtp.recipe import DSparkRecipe
 
 speculators = pytest.importorskip(
@@ -108,7 +108,6 @@ def test_a_folder_loads_through_their_own_class_with_identical_logits(tmp_path, 
     from training import write_training_base
 
     from graft.reader import Checkpoint
-    from mtp.dspark.config import config_for_base
     from mtp.dspark.export import load_draft, save_draft
     from mtp.dspark.vocabulary import DraftVocabulary
 
@@ -154,3 +153,32 @@ def test_a_folder_loads_through_their_own_class_with_identical_logits(tmp_path, 
     )
     # Their teacher is the base's own output rows for these tokens.
     assert targets.shape[-1] == 10
+
+
+def test_their_norm_is_another_than_the_base_has(tmp_path):
+    """speculators 0.9.0 knows that the norm of qwen3_5 counts from 1, not that qwen3_5_moe's does:
+    its targets for such a base are of another model. Ours come from the base itself."""
+    from speculators.models.utils import GEMMA_STYLE_FINAL_NORM_MODEL_TYPES
+    from training import write_training_base
+
+    from graft.reader import Checkpoint
+    from mtp.teacher.source import BaseEnds
+
+    checkpoint = Checkpoint(write_training_base(tmp_path / "base"))
+    assert checkpoint.text_config["model_type"] == "qwen3_5_moe_text"
+    assert "qwen3_5_text" in GEMMA_STYLE_FINAL_NORM_MODEL_TYPES
+    assert "qwen3_5_moe_text" not in GEMMA_STYLE_FINAL_NORM_MODEL_TYPES
+    config = config_for_base(checkpoint.text_config, DSparkRecipe(aux_layers=(1, 2)), 15)
+    values = to_json(config, verifier=str(tmp_path / "base"), verifier_architectures=[])
+    values["draft_vocab_size"] = 16
+    their_config = speculators.DSparkSpeculatorConfig.model_validate(values)
+    their_config.transformer_layer_config._attn_implementation = "sdpa"
+    theirs = speculators.DSparkDraftModel(their_config)
+    theirs.load_verifier_weights()
+    hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found = theirs.verifier_norm(hidden)
+    right = BaseEnds(checkpoint, device="cpu").final_norm(hidden)
+    assert not torch.allclose(found, right, atol=0.1)
+    weight = checkpoint.load("model.norm.weight").float()
+    torch.testing.assert_close(found * (1 + weight) / weight, right, rtol=1e-4, atol=1e-4)

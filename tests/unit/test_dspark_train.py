@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from command_line import run
 from training import tiny_recipe, write_training_base, write_training_data
 
 from graft.errors import UserError
@@ -150,3 +151,24 @@ def test_a_draft_brings_its_learning_rate_unless_the_recipe_has_one(tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text('[train]\ndraft = "dspark"\nlearning_rate = 1e-3\n')
     assert load_recipe(path).train.learning_rate == 1e-3
+
+
+def test_the_commands_from_training_to_release(base, data, tmp_path):
+    recipe, draft, report = tmp_path / "r.toml", tmp_path / "draft", tmp_path / "eval.json"
+    recipe.write_text(
+        "[dspark]\nnum_layers = 1\nblock_size = 4\nnum_speculative_tokens = 3\n"
+        "draft_vocab_size = 10\naux_layers = [1, 2]\nmask_token_id = 15\nmarkov_rank = 4\n"
+        "eval_rows = 2\n[train]\nsteps = 2\ntokens_per_batch = 160\n"
+        "[eval]\nnum_prompts = 1\nmax_prompt_tokens = 40\nnum_tokens = 4\n"
+    )
+    where = ("--base", base, "--data", data, "--recipe", recipe, "--device", "cpu")
+    run("train", "--draft", "dspark", *where, "--out", draft)
+    assert "learning_rate = 0.0003" in (draft / "recipe.toml").read_text()
+    run("eval", "--draft", draft, *where, "--report", report)
+    assert len(json.loads(report.read_text())["cumulative"]) == 3
+    run(
+        "release", "draft", "--draft", draft, "--base", base, "--out", tmp_path / "release",
+        "--name", "me/d", "--base-name", "me/m", "--license", "mit",
+        "--license-file", recipe, "--evaluation", report,
+    )  # fmt: skip
+    assert "does nothing alone" in (tmp_path / "release" / "README.md").read_text()
