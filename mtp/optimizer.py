@@ -9,7 +9,8 @@ from mtp.muon import Muon
 from mtp.recipe import TrainRecipe
 
 # Parts of a name that keep a matrix with AdamW: routers and gates are classifiers, not maps.
-NOT_MUON = ("norm", "mlp.gate.weight", "shared_expert_gate", "embed", "lm_head")
+NOT_MUON = ("norm", "mlp.gate.weight", "shared_expert_gate", "embed", "lm_head", "markov_w1",
+            "confidence_head")  # fmt: skip
 
 
 def build_optimizers(module: nn.Module, settings: TrainRecipe) -> list[torch.optim.Optimizer]:

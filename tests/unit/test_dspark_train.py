@@ -20,6 +20,7 @@ from mtp.dspark.draft import DSparkDraft
 from mtp.dspark.evaluate import evaluate_folder
 from mtp.dspark.export import load_draft
 from mtp.held_out import held_out_text
+from mtp.optimizer import is_muon
 from mtp.recipe import DSparkRecipe, load_recipe
 from mtp.schedule import StepBatches
 from mtp.teacher import Teacher
@@ -172,3 +173,10 @@ def test_the_commands_from_training_to_release(base, data, tmp_path):
         "--license-file", recipe, "--evaluation", report,
     )  # fmt: skip
     assert "does nothing alone" in (tmp_path / "release" / "README.md").read_text()
+
+
+def test_muon_takes_maps_and_leaves_tables_and_classifiers(draft):
+    named = dict(draft.named_parameters())
+    taken = {name.removeprefix("model.") for name, p in named.items() if is_muon(name, p)}
+    assert "fc.weight" in taken and "markov_head.markov_w2.weight" in taken
+    assert not {"markov_head.markov_w1.weight", "confidence_head.proj.weight"} & taken
