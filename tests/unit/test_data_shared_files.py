@@ -6,8 +6,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from data_helpers import make_base
 
 from mtp.data.conversation import Conversation, RowError, checked, cut_at_mismatch
+from mtp.data.mask import render_rows
+from mtp.data.render import Renderer, load_tokenizer
 from mtp.data.sources import Reading, read_source
 
 SHARED = Path("/work/shared/data")
@@ -99,3 +102,21 @@ def test_what_is_peculiar_about_each(items):
     assert best.teacher == "codellama_instruct" and "def parse_tokens" in best.messages[-1].content
     judged = first("code/nemogym_text_to_sql_rollouts.jsonl")
     assert [message.role for message in judged.messages] == ["system", "user", "assistant"]
+
+
+@pytest.mark.parametrize("template", ["qwen35", "drops_thinking"])
+def test_rows_are_those_of_plain_renders(items, tmp_path, template):
+    """One conversation of each file and each twentieth: the same with and without memory."""
+    tokenizer = load_tokenizer(make_base(tmp_path / "base", template))
+    fast, plain = Renderer(tokenizer, num_checked=0), Renderer(tokenizer)
+    plain.remembers = False
+    num_rows = 0
+    for some in items.values():
+        for item in some[::20]:
+            value = item.value
+            if isinstance(value, Conversation) and not value.is_prompts_only:
+                conversation = checked(value, allow_missing_tools=True)
+                rows = render_rows(conversation, fast)
+                assert rows == render_rows(conversation, plain)
+                num_rows += len(rows)
+    assert num_rows > 30 and fast.remembers
