@@ -28,7 +28,7 @@ from mtp.data.sources import Reading, read_source
 
 RUN, SHORTEST, MAX_SHARING = 13, 8, 2
 HELD_OUT_SHARE = 0.7
-_MAX_HELD_OUT_RUNS = 1 << 22
+_MAX_HELD_OUT_RUNS = 1 << 21
 
 
 @dataclass(kw_only=True)

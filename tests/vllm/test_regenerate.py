@@ -16,7 +16,8 @@ import pytest
 from graft.errors import UserError
 from mtp.data.conversation import Conversation, checked
 from mtp.data.formats import recogniser
-from mtp.data.mask import render_rows
+from mtp.data.mask import loss_mask, render_rows
+from mtp.data.own_tokens import encode_rows
 from mtp.data.regenerate import base_record, regenerate
 from mtp.data.render import Renderer, load_tokenizer
 from mtp.data.server import Server
@@ -128,10 +129,19 @@ def test_another_run_asks_for_nothing(demo: Path, server: Server, regenerated: A
 
 def test_the_rows_are_training_data(demo: Path, regenerated: Any) -> None:
     """Read again and rendered, every reply is found behind the prompt that was served."""
-    renderer = Renderer(load_tokenizer(demo / "base"), thinking="strip")
+    renderer, num_own = Renderer(load_tokenizer(demo / "base"), thinking="strip"), 0
     for row in regenerated[1]:
         name, conversation = recogniser().read(row)
         assert name == "openai-messages" and isinstance(conversation, Conversation)
         rendered = render_rows(checked(conversation), renderer)
         num_replies = sum(len(part.replies) for part in rendered)
         assert num_replies == len(row["regenerated"]["turns"]) and conversation.teacher == "base"
+        for part, (ids, offsets, own) in zip(
+            rendered, encode_rows(rendered, renderer), strict=True
+        ):
+            num_own += own
+            if own == len(part.replies):
+                generated = [t for turn in row["regenerated"]["turns"] for t in turn["token_ids"]]
+                assert ids[loss_mask(offsets, part.replies)].tolist() == generated
+    # So small a base also makes broken calls, which the parser mends: those say something else.
+    assert num_own >= len(regenerated[1]) / 2
