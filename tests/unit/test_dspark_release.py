@@ -13,7 +13,7 @@ from training import write_training_base
 from graft.errors import UserError
 from graft.manifest import base_fingerprint, file_digest
 from graft.reader import Checkpoint
-from mtp.dspark.config import config_for_base, draft_rope
+from mtp.dspark.config import choose_mask_token, config_for_base, draft_rope
 from mtp.dspark.export import load_draft, save_draft
 from mtp.dspark.recipe import DSparkRecipe
 from mtp.dspark.vocabulary import DraftVocabulary
@@ -112,3 +112,19 @@ def test_the_rotary_rule_of_a_partial_base():
     assert "partial_rotary_factor" not in draft_rope({"rope_parameters": without}, 64)
     with pytest.raises(UserError, match="rope_type default"):
         draft_rope({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, 64)
+
+
+def test_the_mask_token_is_one_that_no_text_has(tmp_path):
+    text = {"vocab_size": 10, "pad_token_id": 7, "eos_token_id": 8}
+    tokenizer = {"model": {"vocab": {"a": 0, "b": 4}}, "added_tokens": [{"id": 5}]}
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(tokenizer))
+    assert choose_mask_token(tmp_path, text) == 6
+    assert choose_mask_token(tmp_path, text, 3) == 3
+    tokenizer["added_tokens"].append({"id": 9})
+    file.write_text(json.dumps(tokenizer))  # every embedding has a token
+    assert choose_mask_token(tmp_path, text) == 7
+    assert choose_mask_token(tmp_path, text | {"pad_token_id": None}) == 8
+    for wrong, wanted in (({"vocab_size": 10}, 0), (text, 10)):
+        with pytest.raises(UserError, match="mask token below 10"):
+            choose_mask_token(tmp_path, wrong, wanted)
