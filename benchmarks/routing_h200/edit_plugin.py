@@ -1,8 +1,9 @@
-"""Copy mtp/ and make the copy's plugin compile each MTP layer: `python edit_plugin.py FROM TO`.
+"""Copy mtp/ with an edited plugin: `python edit_plugin.py FROM TO compiled|counted`.
 
-For the benchmark alone: would routed be faster if its forward were compiled, once for each index?
-vLLM drops the guards of what it compiles, so the index would be frozen; torch.compile by itself
-keeps them. FROM holds the folder `mtp`.
+For the benchmark alone. FROM holds the folder `mtp`. "compiled": would routed be faster if its
+forward were compiled, once for each index? vLLM drops the guards of what it compiles, so the index
+would be frozen; torch.compile by itself keeps them. "counted": how often does the plugin's Python
+run? Each call adds a byte to the file that MTP_GRAFT_CALLS names.
 """
 
 import shutil
@@ -13,7 +14,7 @@ OLD = """        return model.model(
             input_ids, positions, hidden_states, intermediate_tensors, inputs_embeds, spec_step_idx
         )
 """
-NEW = """        k = spec_step_idx % len(compiled)
+COMPILED = """        k = spec_step_idx % len(compiled)
         with ir.enable_torch_wrap(False):  # vLLM's norms as plain torch, so that they fuse
             return compiled[k](input_ids, positions, hidden_states, inputs_embeds)
 
@@ -33,16 +34,23 @@ NEW = """        k = spec_step_idx % len(compiled)
 
     compiled = [of_index(k) for k in range(model.model.num_mtp_layers)]
 """
+COUNTED = (
+    """        with open(os.environ["MTP_GRAFT_CALLS"], "ab") as calls:
+            calls.write(b".")
+"""
+    + OLD
+)
+EDITS = {"compiled": COMPILED, "counted": COUNTED}
 
 
-def main(source: Path, target: Path) -> None:
+def main(source: Path, target: Path, kind: str) -> None:
     shutil.copytree(source / "mtp", target / "mtp", ignore=shutil.ignore_patterns("__pycache__"))
     path = target / "mtp" / "serving" / "vllm_plugin.py"
     text = path.read_text()
     if text.count(OLD) != 1:
         sys.exit(f"{path}: expected once, found {text.count(OLD)} times:\n{OLD}")
-    path.write_text(text.replace(OLD, NEW))
+    path.write_text(text.replace(OLD, EDITS[kind]))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

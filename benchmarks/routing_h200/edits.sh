@@ -4,4 +4,6 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$1/edits"
 [ -e "$1/edits/vllm" ] || python3 "$here/edit_vllm.py" "$1/vllm-slim" "$1/edits/vllm"
-[ -e "$1/edits/compiled" ] || python3 "$here/edit_plugin.py" "$here/../.." "$1/edits/compiled"
+for kind in compiled counted; do
+  [ -e "$1/edits/$kind" ] || python3 "$here/edit_plugin.py" "$here/../.." "$1/edits/$kind" $kind
+done

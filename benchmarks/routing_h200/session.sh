@@ -9,6 +9,8 @@
 #   compiled   the cases with CUDA graphs, with each MTP layer compiled for its index
 #   engines    those of the 35B's shape: overhead at one request, each variant twice
 #   overhead   their timing
+#   calls      how often the plugin's Python runs in a decode step
+#   pause, resume  the training and serving of quality_h200
 #   speed      tokens per second of the hybrid: plain, stock, routed
 #   acceptance all variants of the hybrid, with intervals
 #   verify     the routing proof, on and off
@@ -55,6 +57,13 @@ engines() {
    logged engines python3 "$here/engines.py" start "$shape/rounds" "${SECONDS_TO_START:-400}" \
      routed edited routed-again edited-again routed-compiled)
 }
+calls() {
+  (with_vllm
+   logged calls-engine python3 "$here/engines.py" start "$shape/rounds" \
+     "${SECONDS_TO_START:-400}" counted
+   logged calls python3 "$here/calls.py" "$shape/rounds" "$out/calls.json"
+   python3 "$here/engines.py" stop "$shape/rounds" counted)
+}
 overhead() {
   (with_vllm
    logged overhead python3 "$here/timing.py" "$shape/rounds" "$out/overhead.json" \
@@ -88,4 +97,11 @@ verify() { # both verdicts, each by its exit code
        --engine-options "$options"
    done)
 }
+# `pgrep -f` in a device call finds the call itself, whose text holds the pattern: so it stands here.
+signal_training() { # STOP or CONT, for a timing that needs quiet
+  for group in $(pgrep -f "serve_head.py|train_all.py|mtp.cli" | xargs -r ps -o pgid= -p | sort -u)
+  do kill "-$1" -- "-$group"; done
+}
+pause() { signal_training STOP; }
+resume() { signal_training CONT; }
 for phase in "$@"; do "$phase"; done

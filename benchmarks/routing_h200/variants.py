@@ -80,6 +80,9 @@ def variants_of(kind: str, work: Path, edits: Path, cpu: bool) -> dict[str, Any]
     }
     if kind == "shape":
         plans |= {f"{name}-again": plans[name] for name in ("routed", "edited")}
+        counted = {**on, "PYTHONPATH_FIRST": str(edits / "counted"),
+                   "MTP_GRAFT_CALLS": str(work / "calls")}  # fmt: skip
+        plans["counted"] = (bf16, K, compiled, counted)
     else:
         plans |= {
             "stock-eager": (bf16, K, eager, off),
