@@ -14,7 +14,7 @@ Chowdhery et al. 2022, section 8).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ class EvaluationSets:
 
 
 def read_evaluation_sets(files: Sequence[str | Path]) -> EvaluationSets:
-    """Read files of prompts, conversations or code, in any format that `prepare` reads.
+    """Read files of prompts, conversations, code, or of rows of any other shape.
 
     Raises:
         UserError: a file cannot be read, or holds no text that is long enough.
@@ -99,16 +99,28 @@ def read_evaluation_sets(files: Sequence[str | Path]) -> EvaluationSets:
 
 
 def _evaluation_items(file: str) -> Iterable[tuple[list[str], int]]:
-    """(texts, line) of each row."""
-    for item in read_source(file, Counter(), Reading()):
+    """(texts, line) of each row: all it holds, in whatever shape, solutions and tests included."""
+    for item in read_source(file, Counter(), Reading(keep_rows=True)):
+        texts = list(texts_in(item.row))
         if isinstance(item.value, Conversation | Document):
-            yield list(texts_of(item.value)), item.line
+            texts += texts_of(item.value)
+        if texts:
+            yield list(dict.fromkeys(texts)), item.line
         else:
             raise UserError(
                 "an evaluation set of prompts, conversations or code",
                 f"{item.file}:{item.line}: {getattr(item.value, 'reason', item.value)}",
                 "convert it to JSON lines with a 'prompt'",
             )
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, keys left out."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from texts_in(inner)
 
 
 def _runs_of(texts: list[str]) -> dict[int, set[int]]:

@@ -3,6 +3,9 @@
 What a file is, its bytes say: gzip, zstd and Parquet have their marks, and a text is JSON Lines
 or JSON whatever its name is (`.json` files often hold JSON Lines, and a `.jsonl` of one line is
 JSON). Nothing is read whole: lines are parsed one by one, a JSON list item by item.
+
+A broken line loses that line. What breaks a list, Parquet or compressed data loses all that comes
+after it, nobody knows how much, so that is an error and not a row.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ def read_rows(file: Path, is_part: Callable[[Any], bool]) -> Rows:
     conversation is one row.
 
     Raises:
-        OSError: the file cannot be read, or its compressed data is broken.
+        OSError, EOFError, zlib.error: the file cannot be read, or its compressed data is broken.
+        LostRowsError: what comes after a place cannot be read.
     """
     with file.open("rb") as stream:
         mark = stream.read(4)
@@ -45,7 +49,8 @@ def read_rows(file: Path, is_part: Callable[[Any], bool]) -> Rows:
             yield from _json_lines(stream)
         else:
             stream.seek(0)
-            yield from _json_values(stream, is_part)
+            is_list = first_character(file) == b"["
+            yield from _json_values(stream, is_part, is_list)
 
 
 def first_character(file: Path) -> bytes:
@@ -119,19 +124,29 @@ def _json_lines(stream: IO[bytes]) -> Rows:
             yield line, _parsed(text)
 
 
-def _json_values(stream: IO[bytes], is_part: Callable[[Any], bool]) -> Rows:
-    """JSON values one after another, lists of rows item by item, up to what is broken."""
-    scanner = _Scanner(stream)
+def _json_values(stream: IO[bytes], is_part: Callable[[Any], bool], is_list: bool) -> Rows:
+    """JSON values one after another, lists of rows item by item, up to what is broken.
+
+    A file that holds one value, or one conversation as a list, is one row, and one row is broken.
+    """
+    scanner, is_first = _Scanner(stream), True
     try:
         while character := scanner.peek():
             line = scanner.line
             if character == "[":
-                yield from _list_items(scanner, line, is_part)
+                for number, item in _list_items(scanner, line, is_part):
+                    is_first = False
+                    yield number, item
             else:
                 yield line, scanner.value()
-    except _BrokenError as error:
+            is_first = False
+    except LostRowsError as error:
+        if not is_first or error.in_rows:
+            raise
         yield error.line, RowError(str(error))
-    except UnicodeDecodeError:
+    except UnicodeDecodeError as error:
+        if not is_first or is_list:
+            raise LostRowsError("not UTF-8", scanner.line) from error
         yield scanner.line, RowError("not UTF-8")
 
 
@@ -140,7 +155,12 @@ def _list_items(scanner: _Scanner, line: int, is_part: Callable[[Any], bool]) ->
     parts: list[Any] | None = None  # the items of a list that is one conversation
     first = True
     while scanner.peek() != "]":
-        item_line, item = scanner.line, scanner.value()
+        item_line = scanner.line
+        try:
+            item = scanner.value()
+        except LostRowsError as error:
+            error.in_rows = parts is None
+            raise
         if first and is_part(item):
             parts = []
         first = False
@@ -151,16 +171,18 @@ def _list_items(scanner: _Scanner, line: int, is_part: Callable[[Any], bool]) ->
         if scanner.peek() == ",":
             scanner.skip(1)
         elif scanner.peek() != "]":
-            raise _BrokenError("broken JSON after this row", item_line)
+            raise LostRowsError("broken JSON after this row", item_line, in_rows=parts is None)
     scanner.skip(1)
     if parts is not None:
         yield line, parts
 
 
-class _BrokenError(Exception):
-    def __init__(self, reason: str, line: int) -> None:
+class LostRowsError(Exception):
+    """From `line` on a file cannot be read; `in_rows` where that is among rows, not inside one."""
+
+    def __init__(self, reason: str, line: int, *, in_rows: bool = False) -> None:
         super().__init__(reason)
-        self.line = line
+        self.line, self.in_rows = line, in_rows
 
 
 class _Scanner:
@@ -191,7 +213,7 @@ class _Scanner:
         """The next value.
 
         Raises:
-            _BrokenError: there is none; names the line.
+            LostRowsError: there is none; names the line.
         """
         self.peek()
         while True:
@@ -203,9 +225,9 @@ class _Scanner:
                 if cut_off and self._read_more():
                     continue
                 lines = self._buffer.count("\n", self._position, error.pos)
-                raise _BrokenError("broken JSON", self.line + lines) from error
+                raise LostRowsError("broken JSON", self.line + lines) from error
             except RecursionError as error:
-                raise _BrokenError("JSON nested too deeply", self.line) from error
+                raise LostRowsError("JSON nested too deeply", self.line) from error
             # A number at the end of what was read may go on.
             if end < len(self._buffer) or not self._read_more():
                 self._advance(end)
@@ -240,7 +262,7 @@ def _parquet_rows(file: Path) -> Rows:
                     number += 1
                     yield number, row
     except pa.ArrowException as error:
-        yield number + 1, RowError(f"broken Parquet: {str(error)[:80]}")
+        raise LostRowsError(f"broken Parquet: {str(error)[:80]}", number + 1) from error
 
 
 def _parsed(raw: bytes) -> Any:

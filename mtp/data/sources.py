@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import tokenize
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from mtp.data.conversation import Conversation, Document, Note, RowError, conten
 from mtp.data.filters import RowFilter
 from mtp.data.formats import Recogniser
 from mtp.data.hub import HUB_PREFIX, hub_rows, is_dataset_folder, saved_rows
-from mtp.data.rows import Rows, first_character, read_rows
+from mtp.data.rows import LostRowsError, Rows, first_character, read_rows
 
 LINE_SUFFIXES = (".jsonl", ".ndjson")
 ROW_SUFFIXES = frozenset((*LINE_SUFFIXES, ".json", ".traj", ".parquet"))
@@ -50,6 +51,7 @@ class Item:
         value: what it says; a RowError is a row that is broken, a Note one that is of no use.
         num_rows: rows that it was made of: more than one where a file is a conversation.
         digest: of what it says, see `content_digest`; "" when there is nothing to learn from.
+        row: as it stands in the file, where `Reading.keep_rows` asks for it.
     """
 
     source: str
@@ -59,14 +61,16 @@ class Item:
     value: Conversation | Document | RowError | Note
     num_rows: int = 1
     digest: str = ""
+    row: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How to read sources: which formats to try, which rows to keep."""
+    """How to read sources: which formats to try, which rows to use, whether items hold them."""
 
     recogniser: Recogniser = field(default_factory=Recogniser)
     filters: tuple[RowFilter, ...] = ()
+    keep_rows: bool = False
 
 
 def read_source(source: str | Path, ignored: Counter[str], reading: Reading) -> Iterator[Item]:
@@ -78,7 +82,8 @@ def read_source(source: str | Path, ignored: Counter[str], reading: Reading) -> 
         reading: formats and filters.
 
     Raises:
-        UserError: the source is missing, or a file of a kind that is not read.
+        UserError: the source is missing, a file of a kind that is not read, or one that breaks in
+            a way that loses the rows after it.
     """
     place = _Place(source=str(source), file=str(source), name=str(source))
     path = Path(source)
@@ -191,6 +196,7 @@ def _document(file: Path, identity: str) -> Document | RowError:
 
 
 def _items(place: _Place, rows: Rows, reading: Reading) -> Iterator[Item]:
+    line = 0
     try:
         opening = list(itertools.islice(rows, _ITEMS_TO_TRY))
         formats = (reading.recogniser.file_format(item) for _, item in opening)
@@ -203,10 +209,16 @@ def _items(place: _Place, rows: Rows, reading: Reading) -> Iterator[Item]:
             return
         for line, row in rest:
             name, value = _read_row(row, reading)
-            yield place.item(value, line=line, format_name=name)
-    except (OSError, EOFError) as error:
-        reason = RowError(f"cannot be read: {getattr(error, 'strerror', None) or error}")
-        yield place.item(reason, line=1, format_name="unknown")
+            item = place.item(value, line=line, format_name=name)
+            yield replace(item, row=row) if reading.keep_rows else item
+    except (OSError, EOFError, zlib.error, LostRowsError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        where = f"line {error.line}" if isinstance(error, LostRowsError) else f"after line {line}"
+        raise UserError(
+            "files of rows that can be read to their end",
+            f"{place.file}, {where}: {reason}; how many rows are lost is not known",
+            "repair that file (or fetch it again), or leave it out",
+        ) from error
 
 
 def _read_row(row: Any, reading: Reading) -> tuple[str, Any]:

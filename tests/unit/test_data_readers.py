@@ -14,6 +14,7 @@ from data_rows import ADP, ATIF, CLAUDE, EVENTS, HERMES, INFERENCES, OPENAI, PAR
 from graft.errors import UserError
 from mtp.data.conversation import Conversation, Document, Note, RowError, checked, cut_at_mismatch
 from mtp.data.formats import FILE_FORMATS, FORMATS, recogniser
+from mtp.data.formats.tagged import opens_call, split_calls
 from mtp.data.mask import loss_mask, render_rows
 from mtp.data.render import Renderer, load_tokenizer
 
@@ -244,8 +245,17 @@ def test_mapped_keys_come_first_and_others_are_recognised():
     assert recogniser(mapping="text=body").read({"body": "x = 1"})[1].text == "x = 1"
     broken = mapped.read({"frage": 3, "antwort": "b"})[1]
     assert isinstance(broken, RowError) and "JSON int" in str(broken)
-    for wrong in ("prompt", "reply=b", "prompt=", "prompt=a,answer=b"):
+    for wrong in ("prompt", "reply=b", "prompt=", "prompt=a,answer=b", "prompt=a,response"):
         with pytest.raises(UserError, match="--map"):
             recogniser(mapping=wrong)
     with pytest.raises(UserError, match="openai-messages"):
         recogniser("openai")
+
+
+def test_a_call_in_a_fenced_example_is_text():
+    example = 'Hermes writes:\n```\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n```'
+    assert not opens_call(example) and split_calls(example) == (example, [])
+    call = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+    text, calls = split_calls(f"{example}\nNow for real.\n{call}")
+    assert text == f"{example}\nNow for real." and [c["name"] for c in calls] == ["g"]
+    assert opens_call(f"{example}\n{call}")

@@ -360,3 +360,22 @@ def test_processes_change_nothing(tmp_path, monkeypatch):
     assert texts[0] == texts[1]
     rows = [load_prepared(tmp_path / name)["train"].to_list() for name in ("one", "two")]
     assert rows[0] == rows[1]
+
+
+def test_evaluation_sets_of_any_shape_are_searched_for(tmp_path):
+    """MBPP as it is published: keys that no training format has, and solutions and tests in it."""
+    words = "remove the first and the last occurrence of a given character from the string"
+    solution = "def remove_occurrence(text, character): return text.replace(character, '', 1) " * 2
+    full = {"task_id": 11, "text": words, "code": solution, "test_list": ["assert f('a') == 'b'"]}
+    sanitized = {"task_id": 12, "prompt": "Write it.", "code": solution, "test_imports": []}
+    for name, row, leaked in (
+        ("full", full, words), ("code", full, solution), ("sanitized", sanitized, solution),
+    ):  # fmt: skip
+        sets = read_evaluation_sets([write_jsonl(tmp_path / f"{name}.jsonl", [row])])
+        item = Document(id="x", text=f"some words before it\n{leaked}\nand after")
+        assert sets.match(item) == (str(tmp_path / f"{name}.jsonl"), 1), name
+        assert sets.match(Document(id="y", text="quite other words " * 20)) is None
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(json.dumps(full) + '\n{"b"\n')
+    with pytest.raises(UserError, match=r"broken.jsonl:2: broken JSON"):
+        read_evaluation_sets([broken])

@@ -20,15 +20,18 @@ from mtp.data.conversation import Conversation, Document, Note, RowError
 from mtp.data.filters import RowFilter, require_applied
 from mtp.data.formats import recogniser
 from mtp.data.formats.turns import is_turn
-from mtp.data.rows import read_rows
+from mtp.data.rows import LostRowsError, read_rows
 from mtp.data.sources import Reading, read_source
 
 
 def rows_of(path: Path):
-    return [
-        (line, f"error: {value}" if isinstance(value, RowError) else value)
-        for line, value in read_rows(path, is_turn)
-    ]
+    found = []
+    try:
+        for line, value in read_rows(path, is_turn):
+            found.append((line, f"error: {value}" if isinstance(value, RowError) else value))
+    except LostRowsError as error:
+        found.append((error.line, f"lost: {error}"))
+    return found
 
 
 def items_of(source, ignored=None, **reading):
@@ -75,10 +78,13 @@ def test_texts_of_every_layout_whatever_their_name(tmp_path, name):
     assert rows(json.dumps(messages, indent=1)) == [(1, messages)]
     both = json.dumps(messages) + "\n" + json.dumps(messages) + "\n"
     assert rows(both) == [(1, messages), (2, messages)]
-    assert rows('[\n {"a": 1},\n {"b": ') == [(2, {"a": 1}), (3, "error: broken JSON")]
-    assert rows('[{"a": 1} {"b": 2}]')[-1] == (1, "error: broken JSON after this row")
-    assert rows(b'[{"a": 1}, {"b": "\xff"}]')[-1] == (1, "error: not UTF-8")
-    assert rows("[" * 100_000)[-1][1].startswith("error: JSON nested too deeply")
+    assert rows('[\n {"a": 1},\n {"b": ') == [(2, {"a": 1}), (3, "lost: broken JSON")]
+    assert [value for _, value in rows('[\n {"b": ,\n {"a": 1}]')] == ["lost: broken JSON"]
+    assert rows('[{"a": 1} {"b": 2}]')[-1] == (1, "lost: broken JSON after this row")
+    assert rows(b'[{"a": 1}, {"b": "\xff"}]')[-1] == (1, "lost: not UTF-8")
+    assert rows("[" * 100_000)[-1][1].startswith("lost: JSON nested too deeply")
+    # One conversation is one row, whatever breaks inside it.
+    assert rows(json.dumps(messages)[:-9]) == [(1, "error: broken JSON")]
 
 
 def test_one_broken_object(tmp_path):
@@ -113,7 +119,7 @@ def test_a_list_in_chunks_is_the_list(tmp_path_factory, values, chunk, indent, a
         assert [value for _, value in read] == values
     lines = [line for line, _ in read]
     assert lines == sorted(lines) and all(line <= text.count("\n") + 1 for line in lines)
-    assert str(cut[-1][1]).startswith("error: "), "a list that is cut off is broken"
+    assert str(cut[-1][1]).startswith("lost: "), "a list that is cut off is broken"
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path):
@@ -158,16 +164,21 @@ def test_compressed_and_parquet_files_give_the_same_items(tmp_path):
     assert [item.line for item in items_of(files[-1])] == list(range(1, 71))
 
 
-def test_broken_compression_is_a_refused_row(tmp_path):
-    data = json.dumps(chat(1)).encode() * 50
+def test_a_file_that_loses_rows_is_an_error_and_no_refused_row(tmp_path):
+    data = b"\n".join(json.dumps(chat(number)).encode() for number in range(400))
+    items = json.dumps([chat(number) for number in range(400)]).encode()
     for name, broken in (
         ("a.jsonl.gz", gzip.compress(data)[:-20]),
         ("b.jsonl.zst", zstd(data)[:-9]),
+        ("half.jsonl.gz", gzip.compress(data)[: len(gzip.compress(data)) // 2]),
+        ("damaged.jsonl.gz", gzip.compress(data)[:200] + b"\xff" * 99 + gzip.compress(data)[299:]),
         ("c.parquet", b"PAR1 and nothing else"),
+        ("d.json", items.replace(b"chat-300", b'chat-"300')),
+        ("e.json", items[: len(items) // 2]),
     ):
-        items = items_of(written(tmp_path / name, broken))
-        assert items and isinstance(items[-1].value, RowError), name
-        assert items[-1].file == str(tmp_path / name)
+        with pytest.raises(UserError, match=rf"{name}.*(line|after line) \d+: .*lost"):
+            items_of(written(tmp_path / name, broken))
+    assert len(items_of(written(tmp_path / "whole.json", items))) == 400
 
 
 def test_a_folder_is_read_by_suffix_and_the_rest_is_counted(tmp_path):

@@ -158,7 +158,8 @@ def recogniser(name: str | None = None, mapping: str | None = None) -> Recognise
 
 
 def _mapped(mapping: str) -> Format:
-    keys = dict(part.split("=", 1) for part in mapping.split(",") if "=" in part)
+    parts = [part.partition("=") for part in mapping.split(",")]
+    keys = {name: key for name, _, key in parts}
     if set(keys) == {"text"}:
         text = keys["text"]
         return Format(

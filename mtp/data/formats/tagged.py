@@ -15,6 +15,7 @@ from mtp.data.formats.fields import from_json_or_python
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _OPENS_CALL = re.compile(r"^\s*<tool_call>", re.MULTILINE)
+_FENCE = re.compile(r"^```.*?^```[ \t]*$", re.MULTILINE | re.DOTALL)  # an example, not a call
 _RESPONSE = re.compile(r"<tool_response>(.*?)</tool_response>", re.DOTALL)
 _TOOLS = re.compile(r"<tools>(.*?)</tools>", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
@@ -22,8 +23,9 @@ _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTA
 
 
 def opens_call(text: Any) -> bool:
-    """Whether a line of the text starts with `<tool_call>`; a mention inside a line does not."""
-    return isinstance(text, str) and _OPENS_CALL.search(text) is not None
+    """Whether a line of the text starts with `<tool_call>`; a mention inside a line does not, nor
+    does an example in a fenced block of code."""
+    return isinstance(text, str) and _OPENS_CALL.search(_FENCE.sub("", text)) is not None
 
 
 def is_response(text: str) -> bool:
@@ -38,11 +40,16 @@ def split_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
         RowError: a tag that is not closed, or whose body is no call.
     """
     calls = []
-    for match in CALL.finditer(text):
+    fences = [match.span() for match in _FENCE.finditer(text)]
+
+    def is_call(match: re.Match[str]) -> bool:
+        return not any(start <= match.start() < end for start, end in fences)
+
+    for match in filter(is_call, CALL.finditer(text)):
         if not match.group(0).endswith("</tool_call>"):
             raise RowError("a <tool_call> that is never closed")
         calls += _calls(match.group(1))
-    return CALL.sub("", text).strip(), calls
+    return CALL.sub(lambda match: "" if is_call(match) else match[0], text).strip(), calls
 
 
 def split_responses(text: str) -> list[tuple[str, str]]:
