@@ -32,7 +32,7 @@ class Renderer:
         tokenizer: a fast transformers tokenizer, or its `PlainTokenizer`.
         thinking: "keep" renders as a server with thinking on, the reasoning included; "strip"
             removes all reasoning and renders as with `enable_thinking=false`.
-        num_checked: texts of `Prefixes` that are compared at first.
+        num_checked: texts of `Prefixes` that are compared at first, for each template.
     """
 
     def __init__(self, tokenizer: Any, *, thinking: str = "keep", num_checked: int = 32) -> None:
@@ -42,9 +42,8 @@ class Renderer:
         self.thinking = thinking
         self.encoder = Encoder(tokenizer)
         self.end_tokens = self.encoder.special_tokens
-        self.remembers = True
-        self._num_checked, self._num_prefixes = num_checked, 0
-        self._templates: dict[str, PrefixTemplate] = {}
+        self._num_checked = num_checked
+        self._templates: dict[str, RenderedTemplate] = {}
         self._schemas: dict[tuple[str, ...], list[Any] | None] = {}
 
     def text(
@@ -72,40 +71,32 @@ class Renderer:
         """(ids [T] int32, character offsets [T, 2] int64) of each text, on all cores."""
         return self.encoder.encode(texts, add_special_tokens=add_special_tokens)
 
-    def is_checked(self) -> bool:
-        """Whether the next text of `Prefixes` is to be compared."""
-        self._num_prefixes += 1
-        is_early = self._num_prefixes <= self._num_checked
-        return is_early or self._num_prefixes % _CHECKED_ONE_IN == 0
-
-    def compare(self, found: str, wanted: str) -> None:
-        """Take note of a text of `Prefixes`, and what it should be.
-
-        Raises:
-            RuntimeError: they differ, but earlier ones did not.
-        """
-        if found != wanted:
-            self.remembers = False
-            if self._num_prefixes > self._num_checked:
-                raise RuntimeError(
-                    "the chat template was misunderstood, earlier masks may be wrong: please report"
-                )
-
-    def template(self, tools: tuple[str, ...]) -> PrefixTemplate:
+    def template(self, tools: tuple[str, ...]) -> RenderedTemplate:
         """The template for rows with these tools."""
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-
         source = self.tokenizer.get_chat_template(tools=list(tools) or None)
         if source not in self._templates:
-            environment = _compile_jinja_template(source).environment
-            # Some variables come from the tokenizer, so transformers is asked for all.
-            names = wanted_variables(source, environment) - CHANGING
-            asked = (f'"{n}": [{n}] if {n} is defined else []' for n in sorted(names))
-            dumped = "{{ {" + ", ".join(asked) + "} | tojson }}"
-            found = json.loads(self._apply((Message(role="user"),), (), chat_template=dumped))
-            variables = {name: value[0] for name, value in found.items() if value}
-            self._templates[source] = PrefixTemplate(source, environment, variables)
+            try:
+                remembering = self._remembering(source)
+            except (
+                Exception
+            ):  # transformers' own render is to say what is wrong with it, if anything
+                remembering = None
+            self._templates[source] = RenderedTemplate(remembering, self._num_checked)
         return self._templates[source]
+
+    def _remembering(self, source: str) -> PrefixTemplate | None:
+        """A template that remembers, or None for one that cannot."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        environment = _compile_jinja_template(source).environment
+        # Some variables come from the tokenizer, so transformers is asked for all.
+        names = wanted_variables(source, environment) - CHANGING
+        asked = (f'"{n}": [{n}] if {n} is defined else []' for n in sorted(names))
+        dumped = "{{ {" + ", ".join(asked) + "} | tojson }}"
+        found = json.loads(self._apply((Message(role="user"),), (), chat_template=dumped))
+        variables = {name: value[0] for name, value in found.items() if value}
+        template = PrefixTemplate(source, environment, variables)
+        return template if template.num_remembered else None
 
     def schemas(self, tools: tuple[str, ...]) -> list[Any] | None:
         """The tools as templates get them."""
@@ -148,18 +139,51 @@ class Renderer:
         )
 
 
+class RenderedTemplate:
+    """One template of a tokenizer, and how far its memory is trusted.
+
+    Args:
+        remembering: renders it; None leaves all to transformers.
+        num_checked: texts that are compared at first.
+    """
+
+    def __init__(self, remembering: PrefixTemplate | None, num_checked: int) -> None:
+        self.remembering = remembering
+        self._num_checked, self._num_texts = num_checked, 0
+
+    def is_checked(self) -> bool:
+        """Whether the next text is to be compared."""
+        self._num_texts += 1
+        is_early = self._num_texts <= self._num_checked
+        return is_early or self._num_texts % _CHECKED_ONE_IN == 0
+
+    def compare(self, found: str, wanted: str) -> None:
+        """Take note of a text with memory, and what it should be.
+
+        Raises:
+            RuntimeError: they differ, but earlier ones did not.
+        """
+        if found != wanted:
+            self.remembering = None
+            if self._num_texts > self._num_checked:
+                raise RuntimeError(
+                    "the chat template was misunderstood, earlier masks may be wrong: please report"
+                )
+
+
 class Prefixes:
     """The texts of the first messages of one conversation.
 
-    The first ones that a renderer makes, and then one of many, are compared with what transformers
-    makes of the messages. Where the first ones differ, so that this is a template or a version
-    of transformers that is not understood, all are left to transformers.
+    The first ones that a renderer makes with a template, and then one of many, are compared with
+    what transformers makes of the messages. Where the first ones differ, so that this is a template
+    or a version of transformers that is not understood, all are left to transformers.
     """
 
     def __init__(
         self, renderer: Renderer, messages: tuple[Message, ...], tools: tuple[str, ...]
     ) -> None:
         self._renderer, self._messages, self._tools = renderer, messages, tools
+        self._template: RenderedTemplate | None = None
         self._memory: Memory | None = None
         self._latest: tuple[tuple[int, bool], str] | None = None
 
@@ -169,48 +193,43 @@ class Prefixes:
         Raises:
             RowError: the template refuses them; its own words are the reason.
         """
-        renderer = self._renderer
         asked = count, generation_prompt
         if self._latest is not None and self._latest[0] == asked:
             return self._latest[1]
-        if not renderer.remembers or renderer.is_checked():
-            return self._compared(count, generation_prompt)
-        try:
-            self._latest = asked, self._remembered(count, generation_prompt)
-        except _REFUSALS as error:
-            raise _refusal(error) from error
-        return self._latest[1]
-
-    def _compared(self, count: int, generation_prompt: bool) -> str:
-        """The text as transformers makes it, whatever else is found."""
-        renderer = self._renderer
-        wanted = renderer.text(
-            self._messages[:count], self._tools, generation_prompt=generation_prompt
-        )
-        if renderer.remembers:
+        if self._template is None:
+            self._template = self._renderer.template(self._tools)
+        remembering = self._template.remembering
+        if remembering is None:
+            text = self._plain(count, generation_prompt)
+        elif self._template.is_checked():
+            text = self._plain(count, generation_prompt)
             try:
-                found = self._remembered(count, generation_prompt)
+                found = self._remembered(remembering, count, generation_prompt)
             except Exception as error:
                 found = repr(error)
-            renderer.compare(found, wanted)
-        return wanted
+            self._template.compare(found, text)
+        else:
+            try:
+                text = self._remembered(remembering, count, generation_prompt)
+            except _REFUSALS as error:
+                raise _refusal(error) from error
+        self._latest = asked, text
+        return text
 
-    def _remembered(self, count: int, generation_prompt: bool) -> str:
-        if self._memory is None:
-            self._begin()
-            assert self._memory is not None
-        messages = self._dicts[:count]
-        return self._template.render(
-            self._memory, messages, self._schemas, prompt=generation_prompt
+    def _plain(self, count: int, generation_prompt: bool) -> str:
+        return self._renderer.text(
+            self._messages[:count], self._tools, generation_prompt=generation_prompt
         )
 
-    def _begin(self) -> None:
-        from transformers.utils.chat_template_utils import _alias_reasoning_fields
+    def _remembered(self, template: PrefixTemplate, count: int, generation_prompt: bool) -> str:
+        if self._memory is None:
+            from transformers.utils.chat_template_utils import _alias_reasoning_fields
 
-        self._template = self._renderer.template(self._tools)
-        self._schemas = self._renderer.schemas(self._tools)
-        self._dicts = _alias_reasoning_fields(list(map(self._renderer.as_dict, self._messages)))
-        self._memory = self._template.new_memory()
+            self._schemas = self._renderer.schemas(self._tools)
+            self._dicts = _alias_reasoning_fields(list(map(self._renderer.as_dict, self._messages)))
+            self._memory = template.new_memory()
+        messages = self._dicts[:count]
+        return template.render(self._memory, messages, self._schemas, prompt=generation_prompt)
 
 
 def load_tokenizer(base: Path) -> Any:

@@ -9,8 +9,9 @@ scans of other shapes) runs anew each time, so the result is the template's own,
 messages say.
 
 What an iteration sees is known from the template's syntax tree (names, macros) and from watching
-it run (`loop.last`, `loop.nextitem`, `messages[loop.index0 + 1]`). A loop that could see more than
-that (`break`, recursion, `loop.length`, an own macro) is left as it is, only slower.
+it run (`loop.last`, `loop.nextitem`, `messages[loop.index0 + 1]`). That holds for templates within
+the subset of template_subset.py; in any other no loop remembers. A loop of theirs that could see
+more than that (`break`, an `else`, the whole of `messages`) is left as it is, only slower.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from jinja2.runtime import Macro
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-_MEMORY = "remembered_loop"  # the name under which a render gets its memory
-_WATCHED = frozenset(("index", "index0", "first", "last", "previtem", "nextitem"))
-_OF_MACROS = frozenset(("caller", "varargs", "kwargs"))
-_WHOLE_TEMPLATE = (nodes.Block, nodes.Extends, nodes.Include, nodes.Import, nodes.FromImport)
-_OTHER_SCOPES = (nodes.EvalContextModifier, nodes.ContextReference)
+from mtp.data.template_subset import LAZY_FILTERS, has_jump, is_in_subset, loop_attribute
+
+# Names that no template can spell, but that may be part of a Python name when compiled.
+_MEMORY = "0remembered_loop"  # under which a render gets its memory
+_UNUSED = "0messages"
 _EVERYTHING = 1 << 60
 CHANGING = frozenset(("messages", "tools", "add_generation_prompt"))
 
@@ -50,13 +51,13 @@ class PrefixTemplate:
         variables: those that never change; `messages`, `tools` and `add_generation_prompt` may.
 
     Attributes:
-        num_remembered: loops that remember.
+        num_remembered: loops that remember; 0 where the template is not in the subset.
     """
 
     def __init__(self, source: str, environment: Environment, variables: dict[str, Any]) -> None:
         tree = environment.parse(source)
         self.num_remembered = 0
-        if _is_flat(tree):
+        if is_in_subset(tree, environment):
             rewriter = _Rewriter(tree)
             tree = rewriter.visit(tree)
             self.num_remembered = rewriter.num_loops
@@ -155,7 +156,7 @@ class Memory:
         reach = run.reaches[-1] if run.reaches else -1
         for position in range(start, len(items)):
             loop = _Loop(items, position, self._environment)
-            text = str(caller(items[position], loop, _Neighbours(loop)))
+            text = str(caller(items[position], loop, _Neighbours(loop, iterable)))
             reach = max(reach, loop.reach)
             run.texts.append(text)
             run.reaches.append(reach)
@@ -164,17 +165,15 @@ class Memory:
 
     def _frozen(self, value: Any) -> Any:
         """Equal for values between which no template can tell."""
-        if value is None or type(value) in (str, int, float, bool):
+        if value is None or type(value) in (str, int, bool):
             return type(value), value
+        if type(value) is float:
+            return float, repr(value)  # -0.0 == 0.0
         if isinstance(value, Undefined):
             return Undefined
         if isinstance(value, Namespace):
             pairs = _attributes(value).items()
-            # One inside another could be changed without being seen here: equal to nothing.
-            return Namespace, tuple(
-                (name, object() if isinstance(inner, Namespace) else self._frozen(inner))
-                for name, inner in pairs
-            )
+            return Namespace, tuple((name, self._frozen(inner)) for name, inner in pairs)
         self._kept[id(value)] = value
         return "object", id(value)
 
@@ -211,20 +210,23 @@ class _Loop:
             return self._environment.undefined("there is no next item")
         return self._items[self.index0 + 1]
 
-    def at(self, index: int) -> Any:
-        """The item there; from the end, if negative, and then nothing can be remembered."""
+    def at(self, index: int, of: Any) -> Any:
+        """As from the list `of`; from its end, if negative, and then nothing can be remembered."""
         self.reach = max(self.reach, index if index >= 0 else _EVERYTHING)
-        return self._items[index]
+        try:
+            return self._items[index]
+        except IndexError:
+            return self._environment.undefined(obj=of, name=index)  # type: ignore[arg-type]
 
 
 class _Neighbours:
     """`messages` in the body of a loop over it that only asks for `messages[loop.index0 + 1]`."""
 
-    def __init__(self, loop: _Loop) -> None:
-        self._loop = loop
+    def __init__(self, loop: _Loop, messages: Any) -> None:
+        self._loop, self._messages = loop, messages
 
     def __getitem__(self, index: int) -> Any:
-        return self._loop.at(index)
+        return self._loop.at(index, self._messages)
 
 
 def _attributes(space: Namespace) -> dict[str, Any]:
@@ -267,22 +269,13 @@ class _Rewriter(NodeTransformer):
             node.iter,
             nodes.List([nodes.Name(name, "load") for name in seen]),
         ]
-        parameters = [node.target.name, "loop", "messages" if "messages" in own else "_messages"]
+        parameters = [node.target.name, "loop", "messages" if "messages" in own else _UNUSED]
         return nodes.CallBlock(
             nodes.Call(nodes.Name(_MEMORY, "load"), arguments, [], None, None),
             [nodes.Name(name, "param") for name in parameters],
             [],
             node.body,
         ).set_lineno(node.lineno)
-
-
-def _is_flat(tree: nodes.Template) -> bool:
-    """Whether a template has no parts elsewhere, and each macro is always the same one."""
-    if any(True for _ in tree.find_all(_WHOLE_TEMPLATE)):
-        return False
-    macros = [node.name for node in tree.body if isinstance(node, nodes.Macro)]
-    fixed = len(set(macros)) == len(macros) == len(list(tree.find_all(nodes.Macro)))
-    return fixed and not set(macros) & _assigned(tree)
 
 
 def _assigned(node: nodes.Node) -> set[str]:
@@ -298,17 +291,18 @@ def _assigned(node: nodes.Node) -> set[str]:
 
 def _is_watchable(node: nodes.For, body: nodes.Scope) -> bool:
     """Whether all that an iteration can see and do is known."""
-    if node.recursive or node.test is not None or node.else_:
+    if node.test is not None or node.else_:
         return False
-    if not isinstance(node.target, nodes.Name) or node.target.name in ("loop", "messages"):
+    if not isinstance(node.target, nodes.Name) or node.target.name == "messages":
         return False
     # A list from its end has nothing in common with a longer one.
     if any(part.step is not None for part in node.iter.find_all(nodes.Slice)):
         return False
-    if _names(body) & _OF_MACROS or any(True for _ in body.find_all(_OTHER_SCOPES)):
+    # Such a list would be made in full before the first iteration.
+    iterable = nodes.Output([node.iter])
+    if any(part.name in LAZY_FILTERS for part in iterable.find_all(nodes.Filter)):
         return False
-    jumps = any(type(inner).__name__ in ("Break", "Continue") for inner in _of_this_loop(body))
-    return not jumps and all(_loop_attribute(inner) in _WATCHED for inner in _loop_uses(body))
+    return not has_jump(_of_this_loop(body))
 
 
 def _of_this_loop(node: nodes.Node) -> Iterator[Any]:
@@ -321,28 +315,6 @@ def _of_this_loop(node: nodes.Node) -> Iterator[Any]:
             yield from _of_this_loop(child)
 
 
-def _loop_uses(body: nodes.Node) -> Iterator[Any]:
-    """The node around each `loop`: that which takes an attribute of it, else None."""
-    of_attributes = set()
-    for node in _of_this_loop(body):
-        if _loop_attribute(node):
-            of_attributes.add(id(node.node))
-            yield node
-    for node in _of_this_loop(body):
-        if isinstance(node, nodes.Name) and node.name == "loop" and id(node) not in of_attributes:
-            yield None
-
-
-def _loop_attribute(node: Any) -> str:
-    """The attribute that a node takes of `loop`, else ""."""
-    named = isinstance(node, nodes.Getattr | nodes.Getitem) and isinstance(node.node, nodes.Name)
-    if not named or node.node.name != "loop":
-        return ""
-    if isinstance(node, nodes.Getattr):
-        return node.attr
-    return str(node.arg.value) if isinstance(node.arg, nodes.Const) else ""
-
-
 def _asks_for_neighbours_only(iterable: nodes.Node, body: nodes.Scope) -> bool:
     """Whether a loop over `messages` uses that list only as `messages[loop.index0 + 1]`."""
     if not (isinstance(iterable, nodes.Name) and iterable.name == "messages"):
@@ -353,7 +325,7 @@ def _asks_for_neighbours_only(iterable: nodes.Node, body: nodes.Scope) -> bool:
         if isinstance(node, nodes.Getitem)
         and isinstance(node.node, nodes.Name)
         and isinstance(node.arg, nodes.Add | nodes.Sub)
-        and _loop_attribute(node.arg.left) in ("index", "index0")
+        and loop_attribute(node.arg.left) in ("index", "index0")
         and isinstance(node.arg.right, nodes.Const)
         and isinstance(node.arg.right.value, int)
     ]

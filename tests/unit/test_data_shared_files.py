@@ -109,7 +109,7 @@ def test_rows_are_those_of_plain_renders(items, tmp_path, template):
     """One conversation of each file and each twentieth: the same with and without memory."""
     tokenizer = load_tokenizer(make_base(tmp_path / "base", template))
     fast, plain = Renderer(tokenizer, num_checked=0), Renderer(tokenizer)
-    plain.remembers = False
+    plain.template(()).remembering = None
     num_rows = 0
     for some in items.values():
         for item in some[::20]:
@@ -119,4 +119,4 @@ def test_rows_are_those_of_plain_renders(items, tmp_path, template):
                 rows = render_rows(conversation, fast)
                 assert rows == render_rows(conversation, plain)
                 num_rows += len(rows)
-    assert num_rows > 30 and fast.remembers
+    assert num_rows > 30 and fast.template(()).remembering is not None
