@@ -144,10 +144,7 @@ def test_a_second_template_is_checked_anew(tokenizer, monkeypatch):
 
 def test_a_template_that_does_not_compile_again_is_left_to_transformers(tokenizer, monkeypatch):
     monkeypatch.setattr(template, "_UNUSED", "not a name")
-    tokenizer.chat_template = each("{{ m.content }}{% set messages = 1 %}")
-    monkeypatch.setattr(template, "is_in_subset", lambda *_: True)
-    monkeypatch.setattr(template, "_asks_for_neighbours_only", lambda *_: False)
-    monkeypatch.setattr(template, "CHANGING", frozenset())
+    tokenizer.chat_template = OWN_NAME
     renderer = Renderer(tokenizer, num_checked=0)
     messages, tools = some_conversation(random.Random(3))
     wanted = said(renderer.text, messages, tools)
