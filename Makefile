@@ -9,6 +9,8 @@ VLLM_TORCH ?= torch==2.13.0
 VENV := .venv
 VLLM_VENV := .venv-vllm
 DEMO := build/nano
+# Steps of the DSpark draft; its recipe's 400 take over 7 minutes on a CPU.
+DRAFT_STEPS ?=
 BIN := $(VENV)/bin
 
 .PHONY: help demo test test-vllm check release venv vllm-env clean
@@ -30,7 +32,7 @@ release: $(DEMO)/served.json $(DEMO)/draft-eval.json
 	  --evaluation $(DEMO)/draft-eval.json --overwrite
 
 $(DEMO)/draft-eval.json: $(DEMO)/served.json
-	MTP=$(BIN)/mtp bash recipes/dspark-nano/run.sh $(DEMO)
+	MTP=$(BIN)/mtp STEPS=$(DRAFT_STEPS) bash recipes/dspark-nano/run.sh $(DEMO)
 
 $(DEMO)/served.json:
 	$(MAKE) demo
