@@ -56,7 +56,7 @@ def staged_folder(
                 _sync_tree(staging)
                 _put_in_place(staging, parent / name)
                 for made in made_parents:
-                    _sync(made.parent)
+                    sync(made.parent)
                 finished = True
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
@@ -216,7 +216,7 @@ def _put_in_place(staging: Path, out: Path) -> None:
         out.rename(previous)
         staging.rename(out)
         shutil.rmtree(previous)
-    _sync(out.parent)
+    sync(out.parent)
 
 
 def _exchange(left: Path, right: Path) -> bool:
@@ -230,11 +230,12 @@ def _exchange(left: Path, right: Path) -> bool:
 def _sync_tree(folder: Path) -> None:
     for root, _, files in os.walk(folder):
         for name in files:
-            _sync(Path(root, name))
-        _sync(Path(root))
+            sync(Path(root, name))
+        sync(Path(root))
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Put a file or folder on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

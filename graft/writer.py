@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from graft.plan import QUANT_FILE, GraftPlan, source_state
 from graft.plan_report import bytes_written, change_lines, tensor_lines
 from graft.reader import TensorStore
 from graft.record import graft_manifest
-from graft.staging import staged_folder
+from graft.staging import staged_folder, sync
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +87,19 @@ def write_graft(
             can't be made, or if base or head changed since they were planned.
     """
     try:
-        with staged_folder(
-            out, overwrite=overwrite, sources=[plan.base, plan.head], mark=MANIFEST_NAME
-        ) as staging:
+        with (
+            staged_folder(
+                out, overwrite=overwrite, sources=[plan.base, plan.head], mark=MANIFEST_NAME
+            ) as staging,
+            ThreadPoolExecutor(1) as disk,
+        ):
             _require_unchanged(plan)
             storage = _place_shards(plan, staging, link)
+            synced = []
             for shard in plan.written_shards:
                 write_shard(staging / shard.name, shard.tensors)
+                # The disk works while files are opened again and digests are made.
+                synced.append(disk.submit(sync, staging / shard.name))
             for name in plan.copied_files:
                 copy_file(plan.base / name, staging / name)
                 storage[name] = "copy"
@@ -104,6 +111,8 @@ def write_graft(
             manifest = graft_manifest(plan, staging, tensors, storage, tool)
             write_json(staging / MANIFEST_NAME, manifest)
             _require_unchanged(plan)
+            for written in synced:
+                written.result()
     except OSError as error:
         if error.errno in FULL:
             raise no_space(out, "enough", "a disk that another writer filled meanwhile") from error

@@ -3,10 +3,9 @@
     python benchmarks/graft/measure.py --work /tmp/graft-bench --report graft.json --rounds 3
 
 Rows, each with its raw numbers:
-- hard links: seconds of `write_graft` without its digests. Once with the head in the page cache,
-  as after `mtp quantize`, against writing as many bytes from memory and syncing them; once with
-  nothing cached, against `cp` of the head and a sync. Inside the graft everything written is
-  synced before the digests begin, so that no disk time hides under the hashing.
+- hard links: seconds of `write_graft` without its digests, the head in the page cache as after
+  `mtp quantize`, against writing as many bytes from memory and syncing them, and against `cp` of
+  the head and a sync; eight of each in turn.
 - copies: bytes a second of the same with `--link copy`, against `cp -r` of the base and a sync.
 - hashing: bytes a second on all cores, against one `sha256sum` on one core.
 - memory: peak resident set of the whole `mtp graft` command, from its rusage.
@@ -37,9 +36,9 @@ from graft import writer  # noqa: E402
 from graft.manifest import base_fingerprint, file_digests  # noqa: E402
 from graft.plan import plan_graft  # noqa: E402
 from graft.reader import Checkpoint  # noqa: E402
-from graft.staging import _sync, _sync_tree  # noqa: E402
+from graft.staging import _sync_tree, sync  # noqa: E402
 
-BLOCK = 16 * 1024 * 1024
+BLOCK = 1024 * 1024  # larger ones leave the processor's cache: 16 MiB took 1.5 times as long
 
 
 def timed(action: Callable[[], Any], *, warm: bool = False, cached: Path | None = None) -> float:
@@ -69,7 +68,7 @@ def copy_and_sync(source: Path, target: Path) -> None:
     if target.is_dir():
         _sync_tree(target)
     else:
-        _sync(target)
+        sync(target)
 
 
 def graft_seconds(work: Path, link: str, cached: Path | None = None) -> dict[str, float]:
@@ -99,21 +98,39 @@ def graft_seconds(work: Path, link: str, cached: Path | None = None) -> dict[str
     return seconds
 
 
-def hard_links(work: Path) -> dict[str, Any]:
-    """Grafts with hard links, and what the disk alone takes for the head's bytes."""
+def hard_links(work: Path, pairs: int = 8) -> dict[str, Any]:
+    """Grafts with hard links, without digests, in turn with what the disk takes for the bytes.
+
+    In turn and the other way round the next time, since a shared disk's speed wanders.
+    """
     head = work / "head" / "mtp.safetensors"
     head_bytes = head.stat().st_size
-    alone = timed(lambda: write_bytes(work / "alone", head_bytes))
-    (work / "alone").unlink()
-    cached = graft_seconds(work, "hard", cached=head)
-    cp = timed(lambda: copy_and_sync(head, work / "cp"))
-    (work / "cp").unlink()
-    cold = graft_seconds(work, "hard")
+    plan = plan_graft(work / "base", work / "head", out=work / "out")
+    make_manifest = writer.graft_manifest
+    writer.graft_manifest = lambda *_: {"files": {}}
+
+    def clean() -> None:
+        (work / "other").unlink(missing_ok=True)
+        shutil.rmtree(work / "out", ignore_errors=True)
+
+    actions: dict[str, Callable[[], Any]] = {
+        "write_alone_s": lambda: write_bytes(work / "other", head_bytes),
+        "graft_hard_s": lambda: writer.write_graft(plan, work / "out", link="hard"),
+        "cp_head_s": lambda: copy_and_sync(head, work / "other"),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in actions}
+    try:
+        for number in range(pairs):
+            for name in list(actions) if number % 2 else reversed(actions):
+                seconds[name].append(timed(actions[name], cached=head))
+                clean()
+    finally:
+        writer.graft_manifest = make_manifest
+    middle = {name: statistics.median(values) for name, values in seconds.items()}
     return {
-        "head_bytes": head_bytes, "write_alone_s": alone, "cp_head_s": cp,
-        "graft_hard_head_cached_s": cached, "graft_hard_s": cold,
-        "hard_over_write_alone": cached["write, sync, rename"] / alone,
-        "hard_cold_over_cp_of_the_head": cold["write, sync, rename"] / cp,
+        "head_bytes": head_bytes, **seconds,
+        "hard_over_write_alone": middle["graft_hard_s"] / middle["write_alone_s"],
+        "hard_over_cp_of_the_head": middle["graft_hard_s"] / middle["cp_head_s"],
     }  # fmt: skip
 
 
