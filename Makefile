@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 help:
 	@grep -E '^# [a-z-]+:' Makefile | sed 's/^# //'
 
-# demo: train, quantize, graft, serve and measure a small real model (under 10 minutes)
+# demo: train, quantize, graft, serve and measure a small real model (10 to 12 minutes)
 demo: venv vllm-env
 	MTP=$(BIN)/mtp VLLM_PYTHON=$(VLLM_VENV)/bin/python bash recipes/nano/run.sh $(DEMO)
 
