@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from mtp.dspark.config import DSparkConfig
+from graft.manifest import base_fingerprint
+from graft.reader import Checkpoint
+from mtp.dspark.config import DSparkConfig, config_for_base
+from mtp.dspark.export import save_draft
 from mtp.dspark.model import DSparkModel
+from mtp.dspark.recipe import DSparkRecipe
+from mtp.dspark.vocabulary import DraftVocabulary
 
 TINY = DSparkConfig(
     vocab_size=24, draft_vocab_size=12, hidden_size=16, intermediate_size=20,
@@ -45,3 +51,21 @@ def random_inputs(
     blocks = torch.full((*anchors.shape, config.block_size), config.mask_token_id)
     blocks[..., 0] = ids.gather(1, anchors)
     return ids, aux, embedding, blocks
+
+
+def write_draft(folder: Path, base: Path) -> Path:
+    """A folder of a random draft for a base of 16 words (`training.write_training_base`)."""
+    checkpoint = Checkpoint(base)
+    recipe = DSparkRecipe(
+        block_size=4, num_speculative_tokens=3, draft_vocab_size=10, aux_layers=(1, 2),
+        markov_rank=4, num_layers=1,
+    )  # fmt: skip
+    config = config_for_base(checkpoint.text_config, recipe, 15)
+    folder.mkdir()
+    save_draft(
+        folder, config, random_draft(config).state_dict(),
+        DraftVocabulary(kept=torch.arange(3, 13), vocab_size=16), base=checkpoint,
+        fingerprint=base_fingerprint(checkpoint), provenance={"tokens": 77, "licences": ["MIT"]},
+        acceptance=None,
+    )  # fmt: skip
+    return folder

@@ -5,7 +5,8 @@ hidden states after a few of its layers, and drafts a whole block at once: a DFl
 low-rank Markov bias from each token to the next, and a head that says how sure it is.
 
     recipe.py      [dspark] of a recipe
-    config.py      the shape, from a base and a recipe; the config.json of a speculators draft
+    config.py      the shape, from a base and a recipe
+    config_json.py the config.json that speculators and vLLM read
     vocabulary.py  the tokens that can be drafted
     model.py       the backbone and its two heads
     anchors.py     where blocks start, and which of their slots are supervised

@@ -17,8 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from graft.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,23 @@ def possible_anchors(
     possible[:, :-1] &= loss_mask[:, 1:]
     positions = torch.arange(loss_mask.shape[1])
     return possible & (positions < (lengths - block_size).unsqueeze(1))
+
+
+def require_blocks(rows: Any, block_size: int) -> None:
+    """Refuse a prepared split in which no block can start: nothing would be learned.
+
+    Raises:
+        UserError: no such row.
+    """
+    for mask in rows.select_columns(["loss_mask"]).with_format("torch"):
+        one = mask["loss_mask"].bool()[None]
+        if possible_anchors(one, torch.tensor([one.shape[1]]), block_size).any():
+            return
+    raise UserError(
+        f"a training row with two supervised tokens side by side, {block_size} after the first",
+        f"none in {len(rows)} rows",
+        "prepare longer rows, or lower dspark.block_size",
+    )
 
 
 def choose_blocks(

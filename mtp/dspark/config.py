@@ -1,8 +1,7 @@
-"""The shape of a DSpark draft, and the config.json that `speculators` and vLLM read.
+"""The shape of a DSpark draft.
 
-A draft takes its width, heads and rotary base from the base that it drafts for; its depth, block
-and vocabulary from the recipe. Sources: speculators 0.9.0, `train/cli.py` and `models/dspark`;
-vLLM 0.33, `transformers_utils/configs/speculators/algos.py`.
+It takes its width, heads and rotary base from the base that it drafts for; its depth, block and
+vocabulary from the recipe. Source: speculators 0.9.0, `train/cli.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Any
 from graft.errors import UserError
 from mtp.dspark.recipe import DSparkRecipe
 
-SPECULATORS_VERSION = "0.9.0"  # whose schema is written
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -175,81 +173,3 @@ def _num_tokens(base: Path) -> int | None:
         return int(max(ids)) + 1
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
-
-
-def to_json(
-    config: DSparkConfig, *, verifier: str, verifier_architectures: list[str]
-) -> dict[str, Any]:
-    """config.json of the draft.
-
-    Args:
-        config: the shape.
-        verifier: the base's folder or Hub name. Only a Hub name lets vLLM serve the draft's folder
-            by itself; a local base is named on the command line.
-        verifier_architectures: from the base's config.json.
-    """
-    layers = {
-        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"],
-        "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": len(config.layer_types),
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim,
-        "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0,
-        "rms_norm_eps": config.rms_norm_eps, "initializer_range": config.initializer_range,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rope_parameters": config.rope_parameters, "layer_types": list(config.layer_types),
-        "sliding_window": config.sliding_window,
-        "use_sliding_window": SLIDING in config.layer_types, "tie_word_embeddings": False,
-    }  # fmt: skip
-    proposal = {
-        "proposal_type": "greedy", "speculative_tokens": config.block_size,
-        "verifier_accept_k": 1, "accept_tolerance": 0.0,
-    }  # fmt: skip
-    return {
-        "architectures": ["DSparkDraftModel"], "speculators_model_type": "dspark",
-        "speculators_version": SPECULATORS_VERSION, "dtype": "bfloat16",
-        "tie_word_embeddings": False, "block_size": config.block_size,
-        "aux_hidden_state_layer_ids": list(config.aux_layers),
-        "draft_vocab_size": config.draft_vocab_size, "mask_token_id": config.mask_token_id,
-        "sample_from_anchor": True, "sliding_window_non_causal": False,
-        "target_hidden_size": None, "markov_rank": config.markov_rank,
-        "markov_head_type": "vanilla", "enable_confidence_head": True,
-        "confidence_head_with_markov": True,
-        "speculators_config": {
-            "algorithm": "dspark", "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {"name_or_path": verifier, "architectures": verifier_architectures},
-        },
-        "transformer_layer_config": layers,
-    }  # fmt: skip
-
-
-def from_json(values: Mapping[str, Any]) -> DSparkConfig:
-    """The shape that a config.json describes.
-
-    Raises:
-        UserError: not a DSpark draft, or one of a kind that is not trained here.
-    """
-    kind = values.get("speculators_model_type")
-    if kind != "dspark":
-        raise UserError("a DSpark draft's config.json", f"{kind!r}", "name a draft's folder")
-    for key, wanted in (
-        ("sample_from_anchor", True), ("markov_head_type", "vanilla"),
-        ("confidence_head_with_markov", True), ("sliding_window_non_causal", False),
-    ):  # fmt: skip
-        if values.get(key, wanted) != wanted:
-            raise UserError(f"a draft with {key} {wanted}", str(values[key]), "train one here")
-    layers = values["transformer_layer_config"]
-    same = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
-            "num_key_value_heads", "head_dim", "rms_norm_eps", "initializer_range",
-            "max_position_embeddings", "rope_parameters", "sliding_window")  # fmt: skip
-    return DSparkConfig(
-        **{key: layers[key] for key in same},
-        layer_types=tuple(layers["layer_types"]),
-        draft_vocab_size=values["draft_vocab_size"],
-        block_size=values["block_size"],
-        aux_layers=tuple(values["aux_hidden_state_layer_ids"]),
-        mask_token_id=values["mask_token_id"],
-        markov_rank=values["markov_rank"],
-    )

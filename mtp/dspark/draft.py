@@ -15,7 +15,7 @@ from graft.reader import Checkpoint
 from mtp.acceptance import Continuations
 from mtp.data.batches import Batch
 from mtp.draft import Draft
-from mtp.dspark.anchors import Blocks, choose_blocks
+from mtp.dspark.anchors import Blocks, choose_blocks, require_blocks
 from mtp.dspark.config import choose_mask_token, config_for_base
 from mtp.dspark.evaluate import Measured, measure
 from mtp.dspark.export import METADATA, save_draft
@@ -81,6 +81,7 @@ class DSparkDraft(Draft):
         settings, text_config = recipe.dspark, checkpoint.text_config
         mask_token = choose_mask_token(checkpoint.folder, text_config, settings.mask_token_id)
         config = config_for_base(text_config, settings, mask_token)
+        require_blocks(rows, config.block_size)
         counts = supervised_counts(rows, config.vocab_size)
         vocabulary = choose_vocabulary(counts, config.draft_vocab_size)
         model = DSparkModel(config)

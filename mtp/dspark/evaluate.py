@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from graft.manifest import file_digest
 from graft.reader import Checkpoint
 from mtp.acceptance import (
     SCHEMA_VERSION,
@@ -33,7 +34,7 @@ from mtp.acceptance import (
 from mtp.data.prompts import evaluation_prompts
 from mtp.data.store import load_prepared, require_tokenizer_of
 from mtp.dspark.anchors import Blocks, choose_blocks
-from mtp.dspark.export import load_draft, read_metadata
+from mtp.dspark.export import WEIGHTS, load_draft, read_metadata
 from mtp.dspark.loss import SlotTerms, base_targets, chunk_length, slot_terms
 from mtp.dspark.model import DSparkModel
 from mtp.dspark.vocabulary import DraftVocabulary
@@ -285,4 +286,7 @@ def evaluate_folder(
             yield number, ids, torch.from_numpy(row["loss_mask"]).bool(), states
 
     table = validate(measured, rows(), recipe.dspark.max_anchors)
-    return metrics | {"validation": table | {"num_rows": len(held_out)}}
+    return metrics | {
+        "validation": table | {"num_rows": len(held_out)},
+        "draft_sha256": file_digest(folder / WEIGHTS),
+    }

@@ -55,6 +55,12 @@ class DSparkRecipe:
                 str(self.num_speculative_tokens),
                 "correct the recipe",
             )
+        if not any((self.ce, self.tv, self.confidence)):
+            raise UserError(
+                "a loss with a term above 0 (dspark.ce, tv, confidence)",
+                "none",
+                "correct the recipe",
+            )
 
     def layers_read(self, depth: int) -> tuple[int, ...]:
         """The aux layers, of a base of so many layers.

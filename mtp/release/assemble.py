@@ -10,14 +10,14 @@ from pathlib import Path
 
 from graft.errors import UserError
 from graft.index import write_json
-from graft.manifest import MANIFEST_NAME, file_digests, read_manifest
+from graft.manifest import MANIFEST_NAME, read_manifest
 from graft.staging import staged_folder
 from graft.verify import verify_graft
 from mtp import __version__
 from mtp.release.card import render_card
+from mtp.release.files import SUMS, require_licence, write_sums
 from mtp.reports import read_report
 
-SUMS = "SHA256SUMS"
 WRITTEN = ("README.md", "LICENSE", SUMS)  # ours, whatever the base had under these names
 
 
@@ -55,10 +55,7 @@ def build_release(
     report = verify_graft(checkpoint)
     if not report.ok:
         raise UserError("a checkpoint that `mtp verify` passes", report.as_text(), "graft it again")
-    if not license_file.is_file():
-        raise UserError(
-            "a licence file", f"{license_file}: no such file", "name one with --license-file"
-        )
+    require_licence(license_file)
     if evaluation is None and served is None:
         raise UserError(
             "a measurement for the card",
@@ -77,19 +74,21 @@ def build_release(
     with staged_folder(
         out, overwrite=overwrite, sources=[checkpoint], mark="config.json"
     ) as staging:
-        for path in sorted(checkpoint.iterdir()):
-            # Never linked: what is written anew here would be written through the link.
-            if path.is_file() and path.name not in (*WRITTEN, MANIFEST_NAME):
-                _link_or_copy(path, staging / path.name)
-        (staging / "README.md").write_text(card)
-        shutil.copyfile(license_file, staging / "LICENSE")
-        manifest = read_manifest(checkpoint)
-        manifest["files"] = {n: f for n, f in manifest["files"].items() if n not in WRITTEN}
-        write_json(staging / MANIFEST_NAME, manifest)
-        names = sorted(path.name for path in staging.iterdir())
-        lines = [f"{digest}  {name}\n" for name, digest in file_digests(staging, names).items()]
-        (staging / SUMS).write_text("".join(lines))
-    return [*names, SUMS]
+        return _fill(staging, checkpoint, card, license_file)
+
+
+def _fill(folder: Path, checkpoint: Path, card: str, license_file: Path) -> list[str]:
+    """The checkpoint's files, card, licence, manifest and digests; their names."""
+    for path in sorted(checkpoint.iterdir()):
+        # Never linked: what is written anew here would be written through the link.
+        if path.is_file() and path.name not in (*WRITTEN, MANIFEST_NAME):
+            _link_or_copy(path, folder / path.name)
+    (folder / "README.md").write_text(card)
+    shutil.copyfile(license_file, folder / "LICENSE")
+    manifest = read_manifest(checkpoint)
+    manifest["files"] = {n: f for n, f in manifest["files"].items() if n not in WRITTEN}
+    write_json(folder / MANIFEST_NAME, manifest)
+    return write_sums(folder)
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
 
 from graft.errors import UserError
 from graft.index import read_json, write_json
-from graft.manifest import file_digests
+from graft.manifest import file_digest
 from graft.reader import Checkpoint
 from graft.staging import staged_folder
 from mtp import __version__
 from mtp.dspark.export import CONFIG, METADATA, WEIGHTS, load_draft, read_metadata
+from mtp.release.files import require_licence, write_sums
 from mtp.reports import read_report
 
 TEMPLATE = Path(__file__).with_name("draft_card.md.jinja")
-SUMS = "SHA256SUMS"
 
 
 def build_draft_release(
@@ -56,18 +57,15 @@ def build_draft_release(
         The files' names.
 
     Raises:
-        UserError: a broken draft, one of another base, no licence file, or no such report.
+        UserError: a broken draft, one of another base, no licence file, no such report, or the
+            evaluation of another draft.
     """
     load_draft(draft, Checkpoint(base))
-    if not license_file.is_file():
-        raise UserError(
-            "a licence file", f"{license_file}: no such file", "name one with --license-file"
-        )
-    report = read_report(evaluation, "teacher_forced")
-    table = None if served is None else read_report(served, "dspark")
+    require_licence(license_file)
     card = render_draft_card(
-        draft, name=name, base_name=base_name, license_id=license_id, evaluation=report,
-        served=table,
+        draft, name=name, base_name=base_name, license_id=license_id,
+        evaluation=_evaluation(evaluation, draft),
+        served=None if served is None else _served(served),
     )  # fmt: skip
     config = read_json(draft / CONFIG)
     config["speculators_config"]["verifier"]["name_or_path"] = base_name
@@ -77,16 +75,47 @@ def build_draft_release(
             shutil.copyfile(draft / file, staging / file)
         (staging / "README.md").write_text(card)
         shutil.copyfile(license_file, staging / "LICENSE")
-        names = sorted(path.name for path in staging.iterdir())
-        lines = [f"{digest}  {name}\n" for name, digest in file_digests(staging, names).items()]
-        (staging / SUMS).write_text("".join(lines))
-    return [*names, SUMS]
+        return write_sums(staging)
+
+
+def _evaluation(path: Path, draft: Path) -> dict[str, Any]:
+    """The report of `mtp eval --draft` on these very weights."""
+    report = read_report(path, "teacher_forced")
+    _require_acceptance(report, path, "num_prompts")
+    if report.get("draft_sha256", digest := file_digest(draft / WEIGHTS)) != digest:
+        raise UserError(
+            f"the evaluation of the draft in {draft}",
+            f"{path}, of other weights",
+            f"run `mtp eval --draft {draft} --report` again",
+        )
+    return report
+
+
+def _served(path: Path) -> dict[str, Any]:
+    report = read_report(path, "dspark")
+    if not isinstance(report["dspark"], dict) or "vllm_version" not in report:
+        raise UserError(
+            "a report with dspark and vllm_version", f"{path} without", "name the right report"
+        )
+    _require_acceptance(report["dspark"], path)
+    return report
+
+
+def _require_acceptance(metrics: dict[str, Any], path: Path, *others: str) -> None:
+    wanted = ("mean_accepted", "cumulative", "num_drafts", *others)
+    if missing := [key for key in wanted if key not in metrics]:
+        raise UserError(
+            f"a report with {', '.join(wanted)}",
+            f"{path} without {', '.join(missing)}",
+            "name the right report",
+        )
 
 
 def draft_serve_command(name: str, base_name: str, num_tokens: int) -> str:
     """The line that serves the base with the draft beside it."""
     speculative = {"method": "dspark", "model": name, "num_speculative_tokens": num_tokens}
-    return f"vllm serve {base_name} --speculative-config '{json.dumps(speculative)}'"
+    parts = [base_name, "--speculative-config", json.dumps(speculative)]
+    return f"vllm serve {shlex.join(parts)}"
 
 
 def fingerprint_digest(fingerprint: dict[str, Any]) -> str:

@@ -1,22 +1,21 @@
 """The draft's own release folder: what the card says, and which base it is for."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from dspark_tiny import random_draft
+from dspark_tiny import write_draft
 from training import write_training_base
 
 from graft.errors import UserError
 from graft.manifest import base_fingerprint, file_digest
 from graft.reader import Checkpoint
-from mtp.dspark.config import choose_mask_token, config_for_base, draft_rope
-from mtp.dspark.export import load_draft, save_draft
-from mtp.dspark.recipe import DSparkRecipe
-from mtp.dspark.vocabulary import DraftVocabulary
+from mtp.dspark.config import choose_mask_token, draft_rope
+from mtp.dspark.export import load_draft
 from mtp.release.draft import build_draft_release, fingerprint_digest
 
 EVALUATION = {
@@ -31,31 +30,14 @@ def base(tmp_path_factory):
     return write_training_base(tmp_path_factory.mktemp("release") / "base")
 
 
-def write_draft(folder, base):
-    import torch
-
-    checkpoint = Checkpoint(base)
-    recipe = DSparkRecipe(block_size=4, num_speculative_tokens=3, draft_vocab_size=10,
-                          aux_layers=(1, 2), markov_rank=4, num_layers=1)  # fmt: skip
-    config = config_for_base(checkpoint.text_config, recipe, 15)
-    folder.mkdir()
-    save_draft(
-        folder, config, random_draft(config).state_dict(),
-        DraftVocabulary(kept=torch.arange(3, 13), vocab_size=16), base=checkpoint,
-        fingerprint=base_fingerprint(checkpoint), provenance={"tokens": 77, "licences": ["MIT"]},
-        acceptance=None,
-    )  # fmt: skip
-    return folder
-
-
-def release(draft, base, out, **options):
-    evaluation = out.parent / "eval.json"
-    evaluation.write_text(json.dumps(EVALUATION))
+def release(draft, base, out, evaluation=EVALUATION, **options):
+    report = out.parent / "eval.json"
+    report.write_text(json.dumps(evaluation))
     licence = out.parent / "LICENSE"
     licence.write_text("do as you like")
     return build_draft_release(
-        draft, base, out, name="me/draft", base_name="me/model", license_id="mit",
-        license_file=licence, evaluation=evaluation, **options,
+        draft, base, out, license_id="mit", license_file=licence, evaluation=report,
+        **{"name": "me/draft", "base_name": "me/model"} | options,
     )  # fmt: skip
 
 
@@ -94,6 +76,35 @@ def test_a_release_for_another_base_is_refused(base, tmp_path):
     with pytest.raises(UserError, match="draft was trained on"):
         release(draft, other, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_reports_that_lack_something_or_are_of_other_weights_are_refused(base, tmp_path):
+    draft = write_draft(tmp_path / "draft", base)
+    for lacking in ("cumulative", "num_prompts", "mean_accepted", "teacher_forced"):
+        report = {key: value for key, value in EVALUATION.items() if key != lacking}
+        with pytest.raises(UserError, match=lacking):
+            release(draft, base, tmp_path / "out", report)
+    digest = file_digest(draft / "model.safetensors")
+    with pytest.raises(UserError, match="of other weights"):
+        release(draft, base, tmp_path / "out", EVALUATION | {"draft_sha256": "0" * 64})
+    release(draft, base, tmp_path / "out", EVALUATION | {"draft_sha256": digest})
+    served, row = tmp_path / "served.json", {"mean_accepted": 1.25, "num_drafts": 9}
+    whole = {"vllm_version": "0.33.0", "dspark": row | {"cumulative": [0.7, 0.4, 0.15]}}
+    for broken in ({"dspark": whole["dspark"]}, whole | {"dspark": None}, whole | {"dspark": row}):
+        served.write_text(json.dumps(broken))
+        with pytest.raises(UserError, match="a report with"):
+            release(draft, base, tmp_path / "other", served=served)
+    served.write_text(json.dumps(whole))
+    release(draft, base, tmp_path / "other", served=served)
+    assert "| served, vLLM 0.33.0 | 1.250 |" in (tmp_path / "other" / "README.md").read_text()
+
+
+def test_the_serve_command_survives_a_shell(base, tmp_path):
+    draft, out = write_draft(tmp_path / "draft", base), tmp_path / "out"
+    release(draft, base, out, name="it's/mine", base_name="my base")
+    (line,) = [x for x in (out / "README.md").read_text().splitlines() if "vllm serve" in x]
+    _, _, name, _, speculative = shlex.split(line)
+    assert name == "my base" and json.loads(speculative)["model"] == "it's/mine"
 
 
 def test_the_rotary_rule_of_a_partial_base():

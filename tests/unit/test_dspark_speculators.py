@@ -11,7 +11,8 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from dspark_tiny import random_draft, random_inputs, tiny_config
 
-from mtp.dspark.config import config_for_base, to_json
+from mtp.dspark.config import config_for_base
+from mtp.dspark.config_json import to_json
 from mtp.recipe import DSparkRecipe
 
 speculators = pytest.importorskip(

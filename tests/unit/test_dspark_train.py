@@ -14,6 +14,7 @@ from command_line import run
 from training import tiny_recipe, write_training_base, write_training_data
 
 from graft.errors import UserError
+from graft.manifest import file_digest
 from graft.reader import Checkpoint
 from mtp.data.store import load_prepared
 from mtp.dspark.draft import DSparkDraft
@@ -134,6 +135,19 @@ def test_the_folder_reads_back_and_measures_as_it_did(base, data, trained):
     assert metrics["validation"]["num_rows"] == 3
     assert 1 <= metrics["validation"]["accept_len"] <= 5
     assert summary["best_step"] in (4, 8, 12)
+
+
+def test_blocks_of_one_and_a_vocabulary_as_large_as_the_bases(base, data, tmp_path):
+    """A draft vocabulary beyond the base's is the base's, and needs no mapping."""
+    settings = replace(SETTINGS, block_size=1, num_speculative_tokens=1, draft_vocab_size=100)
+    recipe = replace(recipe_of(steps=1), dspark=settings)
+    train(base, data, tmp_path / "one", recipe, device="cpu")
+    stored = load_file(tmp_path / "one" / "model.safetensors")
+    assert stored["lm_head.weight"].shape[0] == 16 and not {"d2t", "t2d"} & stored.keys()
+    metrics = evaluate_folder(base, tmp_path / "one", data, recipe, device="cpu")
+    assert len(metrics["cumulative"]) == 1
+    assert abs(metrics["teacher_forced"]["missed_mass"]) < 1e-5
+    assert metrics["draft_sha256"] == file_digest(tmp_path / "one" / "model.safetensors")
 
 
 def test_a_draft_of_another_base_is_refused(trained, data, tmp_path):
