@@ -95,9 +95,7 @@ def main() -> None:
         rendered = ours.run("render all prefixes", lambda c: render_rows(c, renderer), fit)
         encoded = ours.run(
             "tokenise with positions",
-            lambda all_rows: renderer.encode(
-                [row.text for (row,) in all_rows], add_special_tokens=False
-            ),
+            lambda all_rows: renderer.encode([row.text for (row,) in all_rows]),
             [rendered],
         )[0]
         ours.run("masks and windows", masks, list(zip(rendered, encoded, strict=True)))

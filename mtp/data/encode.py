@@ -5,6 +5,8 @@ often begin with the same long text (instructions, tool schemas): a text may be 
 token, as tokenizers do that first, so the first part is looked up. And positions in ASCII text
 follow from the lengths of byte-level tokens; Python's list of them takes longer than the encoding.
 Both are used only where the tokenizer's own description and a trial allow it.
+
+Special tokens that are only mentioned (literals.py) are spelt: encoded as the text that they are.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ class Encoder:
 
     Attributes:
         special_tokens: their texts, by id.
+        can_spell: whether a text can be encoded with only some of its special tokens spelt.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -35,21 +38,25 @@ class Encoder:
         description = json.loads(tokenizer.backend_tokenizer.to_str())
         _keep_whitespace(description["post_processor"])
         self._backend = Tokenizer.from_str(json.dumps(description))
-        self._backend.no_padding()
-        self._backend.no_truncation()
+        self._speller = Tokenizer.from_str(json.dumps(description))
+        self._speller.encode_special_tokens = True
+        for backend in (self._backend, self._speller):
+            backend.no_padding()
+            backend.no_truncation()
         self.special_tokens = tuple(
             token["content"]
             for token in sorted(description["added_tokens"], key=lambda token: token["id"])
             if token["special"] and token["content"].strip()
         )
         self._lengths = _token_lengths(description)
-        self._cut = self._cuts(description["added_tokens"])
+        self._fit = self._cuts(description["added_tokens"])
+        self._cut = re.compile("|".join(map(re.escape, self._fit))) if self._fit else None
+        special = {token["content"] for token in description["added_tokens"] if token["special"]}
+        self.can_spell = special <= set(self._fit) and all(map(self._is_spelt, special))
         self._openings: dict[str, Encoded] = {}
 
-    def encode(self, texts: list[str], *, add_special_tokens: bool) -> list[Encoded]:
+    def encode(self, texts: list[str]) -> list[Encoded]:
         """(ids [T] int32, character offsets [T, 2] int64) of each text, on all cores."""
-        if add_special_tokens:
-            return self._plain(texts, add_special_tokens=True)
         cuts = [self._place(text) for text in texts]
         heads = {text[:cut] for text, cut in zip(texts, cuts, strict=True) if cut}
         unknown = sorted(heads - self._openings.keys())
@@ -63,6 +70,33 @@ class Encoder:
             _joined(self._openings[text[:cut]], rest, cut) if cut else rest
             for text, cut, rest in zip(texts, cuts, encoded[len(unknown) :], strict=True)
         ]
+
+    def encode_documents(self, texts: list[str]) -> list[Encoded]:
+        """As `encode`, all special tokens spelt, with those that the tokenizer puts around."""
+        encodings = self._speller.encode_batch(texts, add_special_tokens=True)
+        return list(map(self._with_offsets, texts, encodings))
+
+    def encode_spelt(self, text: str, literals: list[tuple[int, int]]) -> Encoded:
+        """As `encode` of a text whose special tokens at these positions are spelt.
+
+        Tokenizers take special tokens out of a text first and encode what is between them, so
+        that can be done apart; only where `can_spell`.
+        """
+        assert self._cut is not None
+        ends, parts, start = set(literals), [], 0
+        marks = [m.span() for m in self._cut.finditer(text) if m.span() not in ends]
+        for mark in [*marks, (len(text), len(text))]:
+            between = text[start : mark[0]]
+            ids, offsets = self._with_offsets(
+                between, self._speller.encode(between, add_special_tokens=False)
+            )
+            parts.append((ids, offsets + start))
+            if mark[0] < mark[1]:
+                token = self._backend.token_to_id(text[slice(*mark)])
+                parts.append((np.asarray([token], dtype=np.int32), np.asarray([mark])))
+            start = mark[1]
+        ids, offsets = map(np.concatenate, zip(*parts, strict=True))
+        return ids, offsets
 
     def can_cut(self, text: str, position: int) -> bool:
         """Whether the two parts of a text have the tokens of the whole."""
@@ -83,12 +117,9 @@ class Encoder:
         match = self._cut.search(text, _MIN_OPENING) if self._cut else None
         return match.end() if match else 0
 
-    def _plain(self, texts: list[str], *, add_special_tokens: bool = False) -> list[Encoded]:
-        encodings = self._backend.encode_batch(texts, add_special_tokens=add_special_tokens)
-        return [
-            self._with_offsets(text, encoding)
-            for text, encoding in zip(texts, encodings, strict=True)
-        ]
+    def _plain(self, texts: list[str]) -> list[Encoded]:
+        encodings = self._backend.encode_batch(texts, add_special_tokens=False)
+        return list(map(self._with_offsets, texts, encodings))
 
     def _with_offsets(self, text: str, encoding: Any) -> Encoded:
         ids = np.asarray(encoding.ids, dtype=np.int32)
@@ -99,8 +130,8 @@ class Encoder:
                 return ids, np.stack([ends - lengths, ends], axis=1)
         return ids, np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
-    def _cuts(self, added: list[dict[str, Any]]) -> re.Pattern[str] | None:
-        """Finds special tokens behind which a text may be cut."""
+    def _cuts(self, added: list[dict[str, Any]]) -> list[str]:
+        """Special tokens behind which a text may be cut."""
         names = [token["content"] for token in added]
         fit = [
             token["content"]
@@ -110,8 +141,12 @@ class Encoder:
             and not token["single_word"]
             and not any(_overlap(token["content"], other) for other in names)
         ]
-        fit = [name for name in fit if self._stands_trial(name)]
-        return re.compile("|".join(map(re.escape, fit))) if fit else None
+        return [name for name in fit if self._stands_trial(name)]
+
+    def _is_spelt(self, name: str) -> bool:
+        """Whether the token can be avoided: some vocabularies hold its text as a word."""
+        ids = self._speller.encode(name, add_special_tokens=False).ids
+        return self._backend.token_to_id(name) not in ids
 
     def _stands_trial(self, name: str) -> bool:
         for before in _TRIALS:

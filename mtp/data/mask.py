@@ -10,12 +10,15 @@ Some templates render earlier turns differently once a later one follows (they d
 thinking). A reply is supervised only in a text that starts with the render in which it was the
 last: one row carries all replies for which the final render is such a text, and the others get
 rows of their own, each as the server would have seen it.
+
+Special tokens in a reply's own text are hidden from the template, so that none of them can be taken
+for an end of turn (literals.py).
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -47,11 +50,17 @@ class Reply:
 
 @dataclass(frozen=True, kw_only=True)
 class RenderedRow:
-    """A text with its supervised replies; `opening` ends what precedes the first reply."""
+    """A text with its supervised replies, that ends with message `last`.
+
+    `opening` ends what precedes the first reply; `literals` are the places of special tokens that
+    a reply only mentions, start and end.
+    """
 
     text: str
+    last: int
     opening: int
     replies: tuple[Reply, ...]
+    literals: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -74,24 +83,45 @@ def render_rows(conversation: Conversation, renderer: Renderer) -> list[Rendered
 
     Raises:
         RowError: the template refuses the conversation, or renders a reply differently from
-            its own generation prompt.
+            its own generation prompt; or a special token in a reply cannot be kept apart.
     """
     messages = conversation.messages
     first_user = next(i for i, message in enumerate(messages) if message.role == "user")
     indices = [i for i, m in enumerate(messages) if m.role == "assistant" and i > first_user]
-    prefixes = renderer.prefixes(messages[: indices[-1] + 1], conversation.tools)
+    hidden = renderer.literals.hide(messages, indices)
+    prefixes = renderer.prefixes(hidden[: indices[-1] + 1], conversation.tools)
+    opening, turns = _turns(messages, indices, prefixes, renderer.end_tokens)
+    rows = _rows(conversation, opening, turns)
+    if hidden is messages:
+        return rows
+    return [_shown(row, conversation, renderer) for row in rows]
+
+
+def _turns(
+    messages: tuple[Message, ...],
+    indices: list[int],
+    prefixes: Prefixes,
+    end_tokens: tuple[str, ...],
+) -> tuple[str, list[_Turn]]:
+    """(what precedes the first reply, all replies in order)."""
     opening = prefixes.text(indices[0])
     prompt = prefixes.text(indices[0], generation_prompt=True)
     header = len(prompt) - len(opening) if prompt.startswith(opening) else 0
     turns: list[_Turn] = []
     for index in indices:
-        turn = _turn(messages[index], index, prefixes, header, renderer.end_tokens)
+        turn = _turn(messages[index], index, prefixes, header, end_tokens)
         if turns and turn.text.startswith(turns[-1].text):
             # One text for all whose renders begin it: a long trace has hundreds.
             replaced = turns[-1].text
             for earlier in turns:
                 earlier.text = turn.text if earlier.text is replaced else earlier.text
         turns.append(turn)
+    return opening, turns
+
+
+def _rows(conversation: Conversation, opening: str, turns: list[_Turn]) -> list[RenderedRow]:
+    """The fewest texts that hold each supervised reply as it was when it was the last."""
+    messages = conversation.messages
     pending = [turn for turn in turns if turn.supervised]
     rows = []
     while pending:
@@ -101,6 +131,7 @@ def render_rows(conversation: Conversation, renderer: Renderer) -> list[Rendered
         rows.append(
             RenderedRow(
                 text=text[: covered[-1].end],
+                last=covered[-1].index,
                 opening=len(opening) if text.startswith(opening) else 0,
                 replies=tuple(
                     Reply(
@@ -117,6 +148,15 @@ def render_rows(conversation: Conversation, renderer: Renderer) -> list[Rendered
         )
         pending = [turn for turn in pending if turn.index not in stable]
     return rows[::-1]
+
+
+def _shown(row: RenderedRow, conversation: Conversation, renderer: Renderer) -> RenderedRow:
+    """A row whose special tokens were hidden, as the template renders it without hiding any."""
+    text, literals = renderer.literals.show(row.text)
+    plain = renderer.text(conversation.messages[: row.last + 1], conversation.tools)
+    if not plain.startswith(text):
+        raise RowError("the chat template changes a special token in the text of a reply")
+    return replace(row, text=text, literals=literals)
 
 
 def token_spans(offsets: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -163,8 +203,6 @@ def _turn(
     stripped = full.rstrip()
     end_token = next((token for token in end_tokens if stripped.endswith(token)), None)
     end = len(stripped) if end_token and len(stripped) > start else len(full)
-    if end_token and full.count(end_token, start) > 1:
-        raise RowError(f"message {index} holds the end-of-turn token {end_token} in its text")
     return _Turn(
         index=index,
         head=len(prompt) - header,

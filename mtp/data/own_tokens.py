@@ -29,12 +29,21 @@ def encode_rows(
     """
     kept = [_replies_to_keep(row, renderer) for row in rows]
     pieces = [_text_around(row.text, replies) for row, replies in zip(rows, kept, strict=True)]
-    texts = [text for row_pieces in pieces for text, _ in row_pieces]
-    encoded = iter(renderer.encode(texts, add_special_tokens=False))
-    for row_pieces, replies in zip(pieces, kept, strict=True):
+    texts = [
+        text
+        for row, row_pieces in zip(rows, pieces, strict=True)
+        for text, _ in row_pieces
+        if not row.literals
+    ]
+    encoded = iter(renderer.encode(texts))
+    for row, row_pieces, replies in zip(rows, pieces, kept, strict=True):
         parts: list[Encoded] = []
-        for number, (_, start) in enumerate(row_pieces):
-            ids, offsets = next(encoded)
+        for number, (text, start) in enumerate(row_pieces):
+            if row.literals:
+                inside = [(a - start, b - start) for a, b in row.literals]
+                ids, offsets = renderer.encoder.encode_spelt(text, inside)
+            else:
+                ids, offsets = next(encoded)
             parts.append((ids, offsets + start if start else offsets))
             parts += [_generated(reply) for reply in replies[number : number + 1]]
         ids, offsets = parts[0]

@@ -2,7 +2,8 @@
 
 The rendered text is tokenised as a whole, special tokens included, exactly as a server does it:
 a marker such as `<|im_start|>` inside a user's or a tool's text becomes the special token there
-too. That is what the served model will see; the loss mask never looks at markers (mask.py).
+too. That is what the served model will see; the loss mask never looks at markers (mask.py). Only in
+replies to learn from, markers in the reply's own text stay text (literals.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from jinja2 import TemplateError
 from graft.errors import UserError
 from mtp.data.conversation import Message, RowError
 from mtp.data.encode import Encoded, Encoder
+from mtp.data.literals import Literals
 from mtp.data.template import CHANGING, Memory, PrefixTemplate, wanted_variables
 
 THINKING = ("keep", "strip")
@@ -42,6 +44,7 @@ class Renderer:
         self.thinking = thinking
         self.encoder = Encoder(tokenizer)
         self.end_tokens = self.encoder.special_tokens
+        self.literals = Literals(self.end_tokens, can_spell=self.encoder.can_spell)
         self._num_checked = num_checked
         self._templates: dict[str, RenderedTemplate] = {}
         self._schemas: dict[tuple[str, ...], list[Any] | None] = {}
@@ -67,9 +70,9 @@ class Renderer:
         """`text` of any number of the first messages, much faster for many."""
         return Prefixes(self, messages, tools)
 
-    def encode(self, texts: list[str], *, add_special_tokens: bool) -> list[Encoded]:
+    def encode(self, texts: list[str]) -> list[Encoded]:
         """(ids [T] int32, character offsets [T, 2] int64) of each text, on all cores."""
-        return self.encoder.encode(texts, add_special_tokens=add_special_tokens)
+        return self.encoder.encode(texts)
 
     def template(self, tools: tuple[str, ...]) -> RenderedTemplate:
         """The template for rows with these tools."""

@@ -102,6 +102,8 @@ class PrepareReport:
         windows_too_short: windows that hold nothing to predict, and are not written.
         supervised_tokens_lost: tokens of replies that fit in no window.
         edge_tokens: tokens over the edge of a reply, left unsupervised.
+        special_tokens_spelt: special tokens in the text of replies and documents, encoded as text.
+        closing_tags_in_text: replies whose text mentions `</think>`; see `split_reasoning`.
         replies_as_generated: replies with the very tokens that the base generated.
         replies_encoded_anew: replies whose recorded tokens say something else than their text.
         contaminated: rows with text of an evaluation set, the first MAX_LISTED.
@@ -127,6 +129,8 @@ class PrepareReport:
     windows_too_short: int = 0
     supervised_tokens_lost: int = 0
     edge_tokens: int = 0
+    special_tokens_spelt: int = 0
+    closing_tags_in_text: int = 0
     replies_as_generated: int = 0
     replies_encoded_anew: int = 0
     contaminated: list[Contaminated] = field(default_factory=list)
@@ -272,6 +276,11 @@ class PrepareReport:
                 f"replies         {self.replies_as_generated} with the tokens that the base"
                 f" generated; {self.replies_encoded_anew} encoded anew: their tokens say other text"
             )
+        if self.special_tokens_spelt or self.closing_tags_in_text:
+            lines.append(
+                f"mentions        {self.special_tokens_spelt} special tokens in replies and"
+                f" documents, encoded as text; {self.closing_tags_in_text} replies mention </think>"
+            )
         for file, count in self.evaluation_items.items():
             short = self.evaluation_items_too_short.get(file, 0)
             lines.append(f"kept clean of   {file}: {count} items, {short} too short to look for")
@@ -318,6 +327,8 @@ class PrepareReport:
             "cut_inside_turn": self.cut_inside_turn,
             "supervised_tokens_lost": self.supervised_tokens_lost,
             "edge_tokens": self.edge_tokens,
+            "special_tokens_spelt": self.special_tokens_spelt,
+            "closing_tags_in_text": self.closing_tags_in_text,
             "replies_as_generated": self.replies_as_generated,
             "replies_encoded_anew": self.replies_encoded_anew,
             "contaminated": [vars(row) for row in self.contaminated],

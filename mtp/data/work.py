@@ -21,6 +21,7 @@ import numpy as np
 from mtp.data.conversation import Conversation, Document, RowError, checked, cut_at_mismatch
 from mtp.data.decontaminate import EvaluationSets
 from mtp.data.dedup import beginning_keys, group_keys
+from mtp.data.formats.fields import CLOSE_TAG
 from mtp.data.mask import RenderedRow, loss_mask, num_edge_tokens, render_rows
 from mtp.data.own_tokens import encode_rows
 from mtp.data.plain_tokenizer import PlainTokenizer
@@ -113,6 +114,10 @@ class Worker:
             outcome.refused = str(error)
             return []
         outcome.beginnings = beginning_keys(matched)
+        outcome.counts["closing_tags_in_text"] += sum(
+            message.role == "assistant" and CLOSE_TAG in message.content
+            for message in conversation.messages
+        )
         outcome.counts["cut_at_mismatch"] += len(matched.messages) < len(value.messages)
         outcome.counts["split_by_template"] += len(rows) - 1
         return rows
@@ -133,12 +138,14 @@ class Worker:
             outcome.counts["supervised_tokens_lost"] += lost - sum(
                 int(window.loss_mask.sum()) for window in windows
             )
+            outcome.counts["special_tokens_spelt"] += len(row.literals)
             outcome.counts["edge_tokens"] += num_edge_tokens(offsets, row.replies)
             outcome.counts["split_by_length"] += len(windows) - 1
             self._keep(windows, outcome)
         texts = [document.text for _, document in documents]
-        encoded_documents = self._renderer.encode(texts, add_special_tokens=True)
-        for (outcome, _), (ids, _) in zip(documents, encoded_documents, strict=True):
+        encoded_documents = self._renderer.encoder.encode_documents(texts)
+        for (outcome, document), (ids, _) in zip(documents, encoded_documents, strict=True):
+            outcome.counts["special_tokens_spelt"] += self._renderer.literals.count(document.text)
             windows = list(document_windows(ids, max_length=max_length))
             outcome.counts["split_by_length"] += max(len(windows) - 1, 0)
             self._keep(windows, outcome)

@@ -35,7 +35,7 @@ def some_texts(count=300):
 
 def num_different(encoder, texts):
     """Texts whose ids or offsets are not those of the tokenizer's plain call."""
-    found = encoder.encode(texts, add_special_tokens=False)
+    found = encoder.encode(texts)
     plain = encoder._backend.encode_batch(texts, add_special_tokens=False)
     return sum(
         ids.tolist() != wanted.ids or list(map(tuple, offsets.tolist())) != wanted.offsets
@@ -96,5 +96,5 @@ def test_no_cut_where_the_tokenizer_treats_a_start_apart():
 
 
 def test_empty_texts(tokenizer):
-    ids, offsets = encode.Encoder(tokenizer).encode([""], add_special_tokens=False)[0]
+    ids, offsets = encode.Encoder(tokenizer).encode([""])[0]
     assert ids.shape == (0,) and offsets.shape == (0, 2) and offsets.dtype == np.int64

@@ -74,6 +74,23 @@ def test_tools_in_three_spellings():
         ("<think>\n\n</think>\n\nso", ("", "so")),
         ("the tag <think> opens and </think> closes", None),
         ("plain", None),
+        ("why.</think>so", ("why.", "so")),
+        ("why.</think> so", ("why.", " so")),
+        ("why.\n</think> so", ("why.", " so")),
+        ("</think>\n\nso", ("", "so")),
+        ("</think>so", ("", "so")),
+        ('he said "why"</think>\n\n**so**', ('he said "why"', "**so**")),
+        ("is `<think>` there?\n</think>\n\nso", ("is `<think>` there?", "so")),
+        ("why `</think>`?\n</think>\n\nso", ("why `</think>`?", "so")),
+        ("<think>\nis `</think>` meant?\n</think>\n\nso", ("is `</think>` meant?", "so")),
+        ("<think> why </think> so", (" why ", " so")),
+        ("The block ends with `</think>`, then the answer.", None),
+        ("The block ends with </think>.\nThen the answer.", None),
+        ("The block ends with </think>\nThen the answer.", None),
+        ('It splits at "</think>" and ("</think>"), or (</think>).', None),
+        ("</think> is the tag that ends it.", None),
+        ("It prints:\n```\nwhy\n</think>\nso\n```\nas asked.", None),
+        ("- </think>: it closes\n* **</think>** too", None),
     ],
 )
 def test_reasoning_inside_content(content, wanted):
@@ -89,6 +106,13 @@ def test_reasoning_field_leaves_content_alone():
     message = {"role": "assistant", "content": "see </think>", "reasoning_content": "r"}
     _, read = read_row({"messages": [{"role": "user", "content": "a"}, message]})
     assert (read.messages[1].reasoning, read.messages[1].content) == ("r", "see </think>")
+    for field, wanted in (("", ("", "a\n</think>\nb")), (None, ("a", "b"))):
+        message = {"role": "assistant", "content": "a\n</think>\nb", "reasoning_content": field}
+        _, read = read_row({"messages": [{"role": "user", "content": "a"}, message]})
+        assert (read.messages[1].reasoning, read.messages[1].content) == wanted
+    block = {"role": "assistant", "content": "<think>a</think>b", "reasoning_content": ""}
+    _, read = read_row({"messages": [{"role": "user", "content": "a"}, block]})
+    assert (read.messages[1].reasoning, read.messages[1].content) == ("a", "b")
 
 
 @pytest.mark.parametrize("role", ["narrator", "Assistant", "ai", "", None, ["user"]])

@@ -27,7 +27,7 @@ def tokenizers(tmp_path_factory):
 
 def supervised(row, renderer):
     """(text of the masked tokens, number of tokens over an edge)."""
-    ids, offsets = renderer.encode([row.text], add_special_tokens=False)[0]
+    ids, offsets = renderer.encode([row.text])[0]
     mask = loss_mask(offsets, row.replies)
     assert renderer.tokenizer.decode(ids) == row.text
     return renderer.tokenizer.decode(ids[mask]), num_edge_tokens(offsets, row.replies)
@@ -54,7 +54,7 @@ def test_hand_marked(case, num_checked, tokenizers):
 def test_ids_are_those_of_the_tokenizer(tokenizers):
     for tokenizer in tokenizers.values():
         text = "<|im_start|>user\n a\n\n<think>\n\n</think>\n\nb;\n é世 <|im_end|>\n"
-        ids, offsets = Renderer(tokenizer).encode([text], add_special_tokens=False)[0]
+        ids, offsets = Renderer(tokenizer).encode([text])[0]
         assert ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
         assert offsets[0, 0] == 0 and offsets[-1, 1] == len(text)
         assert (offsets[1:, 0] <= offsets[:-1, 1]).all(), "offsets leave text between tokens"
@@ -94,15 +94,6 @@ def test_token_over_an_edge_is_not_supervised():
     reply = Reply(cut=0, head=0, start=3, end=6)
     assert loss_mask(offsets, (reply,)).tolist() == [False, False, True, False]
     assert num_edge_tokens(offsets, (reply,)) == 1
-
-
-def test_end_of_turn_token_inside_a_reply_is_refused(tokenizers):
-    content = "one<|im_end|>\n<|im_start|>assistant\ntwo"
-    row = {
-        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
-    }
-    with pytest.raises(RowError, match="end-of-turn token"):
-        render_rows(read_row(row)[1], Renderer(tokenizers["chatml"]))
 
 
 def test_template_that_contradicts_its_generation_prompt_is_refused(tokenizers):

@@ -76,7 +76,7 @@ def test_generated_tokens_stand_in_the_row_and_are_what_is_supervised(renderer):
     mask = loss_mask(offsets, rendered.replies)
     assert ids[mask].tolist() == all_tokens(row)
     prompt = rendered.text[: rendered.replies[0].start]
-    wanted = renderer.encode([prompt], add_special_tokens=False)[0][0]
+    wanted = renderer.encode([prompt])[0][0]
     assert ids[: len(wanted)].tolist() == wanted.tolist()
     assert renderer.tokenizer.decode(ids[~mask]) == (
         prompt + rendered.text[rendered.replies[0].end : rendered.replies[1].start]

@@ -94,7 +94,7 @@ def test_row_renders_with_exactly_the_replies_supervised(name, row, wanted, num_
         return
     conversation = checked(cut_at_mismatch(value), allow_missing_tools=True)
     (rendered,) = render_rows(conversation, renderer)
-    ((ids, offsets),) = renderer.encode([rendered.text], add_special_tokens=False)
+    ((ids, offsets),) = renderer.encode([rendered.text])
     mask = loss_mask(offsets, rendered.replies)
     supervised = renderer.tokenizer.decode(ids[mask])
     replies = [m for m in conversation.messages if m.role == "assistant"]

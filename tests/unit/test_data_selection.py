@@ -349,7 +349,7 @@ def test_processes_change_nothing(tmp_path, monkeypatch):
     base = make_base(tmp_path / "base", "qwen35")
     bad = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}
     rows = [chat(n) for n in range(24)]
-    rows[20]["messages"][1]["content"] = "one<|im_end|>two"
+    rows[20]["messages"][1]["content"] = "one<|im_end|>two\U000f0001"  # refused by a worker
     source = write_jsonl(tmp_path / "a.jsonl", [*rows, bad])
     texts = []
     for name, num_workers in (("one", 1), ("two", 2)):

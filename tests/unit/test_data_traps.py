@@ -308,7 +308,7 @@ def test_mask_meaning_over_the_edge_of_a_reply(qwen):
     row["messages"][1] |= {"content": "Adding.", "reasoning_content": "Hm."}
     row["messages"] += [{"role": "tool", "content": "RESULT"}, CHATTY[1]]
     (text_row,) = rendered(row, qwen)
-    ((ids, offsets),) = qwen.encode([text_row.text], add_special_tokens=False)
+    ((ids, offsets),) = qwen.encode([text_row.text])
     mask = loss_mask(offsets, text_row.replies)
     edges = np.flatnonzero(np.diff(mask.astype(np.int8)))
     pieces = [qwen.tokenizer.decode(part) for part in np.split(ids, edges + 1)]

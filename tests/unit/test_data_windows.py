@@ -23,7 +23,7 @@ def windows_of(renderer, messages, max_length, tools=()):
     """(windows as texts, their supervised texts, supervised tokens before, windows)."""
     row = {"messages": messages, "tools": list(tools)}
     (rendered,) = render_rows(read_row(row)[1], renderer)
-    ids, offsets = renderer.encode([rendered.text], add_special_tokens=False)[0]
+    ids, offsets = renderer.encode([rendered.text])[0]
     total = int(loss_mask(offsets, rendered.replies).sum())
     windows = conversation_windows(rendered, ids, offsets, max_length=max_length)
     decode = renderer.tokenizer.decode

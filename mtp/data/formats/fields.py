@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from typing import Any
 
 from mtp.data.conversation import UNKNOWN_LICENCE, RowError
@@ -23,6 +24,9 @@ ID_KEYS = (
 TEACHER_KEYS = ("teacher", "model", "model_name", "model_name_or_path", "generator")
 TEXT_PARTS = ("text", "input_text", "output_text")
 OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
+_TAG = re.compile("</?think>")
+_CODE = re.compile(r"^```.*?^```[ \t]*$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+_QUOTES, _BRACKETS, _PUNCTUATION = "\"'`*_“”‘’«»", "([{", ".,;:!?)]}"
 
 
 def text_of(content: Any) -> str:
@@ -90,23 +94,58 @@ def tools_texts(tools: Any) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def split_reasoning(content: str) -> tuple[str, str]:
+def split_reasoning(content: str, *, may_start_inside: bool = True) -> tuple[str, str]:
     """(reasoning, content) of a reply that carries its thinking inline.
 
     A reply that starts in the middle of a block (the prompt held the opening tag) is split at
-    the closing tag, as Qwen's templates do. Tags further in are text.
+    the closing tag, as Qwen's templates do, but not where that tag is only mentioned, see
+    `_is_mention`. Tags further in are text.
+
+    Args:
+        content: the reply.
+        may_start_inside: False where the source has the thinking elsewhere, if there is any.
 
     Raises:
         RowError: an opening tag at the start that is never closed.
     """
-    opened = content.lstrip().startswith(OPEN_TAG)
-    before, close, after = content.partition(CLOSE_TAG)
-    if opened and not close:
-        raise RowError("a <think> block that is never closed")
-    if not close or (not opened and OPEN_TAG in before):
+    if CLOSE_TAG not in content and OPEN_TAG not in content:
         return "", content
+    opened = content.lstrip().startswith(OPEN_TAG)
+    if opened and CLOSE_TAG not in content:
+        raise RowError("a <think> block that is never closed")
+    code = [match.span() for match in _CODE.finditer(content)]
+    tags = [match for match in _TAG.finditer(content) if not _is_mention(match, code)]
+    end = next((match.start() for match in tags if match[0] == CLOSE_TAG), -1)
+    if opened and end < 0:
+        end = content.index(CLOSE_TAG)  # opened it was, so one of them closes it
+    if end < 0 or not (opened or may_start_inside):
+        return "", content
+    if not opened and any(match[0] == OPEN_TAG and match.start() < end for match in tags):
+        return "", content
+    before, after = content[:end], content[end + len(CLOSE_TAG) :]
     reasoning = before.lstrip().removeprefix(OPEN_TAG) if opened else before
     return reasoning.strip("\n"), after.lstrip("\n")
+
+
+def _is_mention(tag: re.Match[str], code: list[tuple[int, int]]) -> bool:
+    """Whether a tag is spoken of: in code, quoted, in brackets, before punctuation, after a space.
+
+    A model that stops thinking writes the tag on a line of its own, or right behind a word. At the
+    very start, where there is no thinking to end, words after a space make it a mention too.
+    """
+    text, start, end = tag.string, tag.start(), tag.end()
+    if any(first <= start < last for first, last in code):
+        return True
+    before = text[text.rfind("\n", 0, start) + 1 : start]
+    after = text[end:].partition("\n")[0]
+    left, right = before[-1:], after[:1]
+    if (left and left in _BRACKETS) or (right and right in _PUNCTUATION):
+        return True
+    if left and right and left in _QUOTES and right in _QUOTES:
+        return True
+    if before.strip():
+        return left.isspace()
+    return not text[:start].strip() and right.isspace() and bool(after.strip())
 
 
 def row_id(row: dict[str, Any]) -> str:

@@ -181,7 +181,8 @@ def _message(value: Any) -> Message:
     reasoning = next((value[key] for key in REASONING_KEYS if value.get(key)), None)
     if reasoning is not None:
         return replace(message, reasoning=text_of(reasoning))
-    inline, content = split_reasoning(content)
+    has_field = any(isinstance(value.get(key), str) for key in REASONING_KEYS)
+    inline, content = split_reasoning(content, may_start_inside=not has_field)
     return replace(message, reasoning=inline, content=content)
 
 
