@@ -2,7 +2,9 @@
 
 A script rather than a fixture: it imports torch once and forks before it computes anything, which
 is both quick and safe. Hidden states come from a cache, so that no child has to load the base.
-Usage: train_forked.py FOLDER [DEVICE]; base, data, cache and runs go to FOLDER.
+Usage: train_forked.py FOLDER [DEVICE [PART...]]; base, data, cache and runs go to FOLDER. On
+"cuda" each process has a GPU, and computes in float32 as on a CPU, so that sums differ by float
+error alone. PART is parallel or kills.
 """
 
 import json
@@ -27,6 +29,7 @@ from training import tiny_recipe, write_training_base, write_training_data
 from mtp.held_out import held_out_text
 from mtp.recipe import TeacherRecipe
 from mtp.teacher import Teacher
+from mtp.teacher import source as teacher_source
 from mtp.teacher.cache import build_cache
 from mtp.train import train
 
@@ -140,8 +143,11 @@ def lines(path):
         return 0
 
 
+PARTS = {"parallel": parallel, "kills": kills}
+
 if __name__ == "__main__":
     folder, device = Path(sys.argv[1]), (sys.argv[2:] or ["cpu"])[0]
+    teacher_source.pick_dtype = lambda _: torch.float32
     finish(start(lambda: write_inputs(folder)))
-    parallel(folder, device)
-    kills(folder, device)
+    for part in sys.argv[3:] or PARTS:
+        PARTS[part](folder, device)

@@ -1,22 +1,44 @@
 #!/usr/bin/env bash
-# Everything on the GPU machine, in the background; /tmp/out is fetched by later calls. Before: the
-# repository in /tmp/repo, the wheels of training in /tmp/site; vLLM 0.33 unpacked in /tmp/v, after
-# which /tmp/v/ready is made (as for routing_h200/session.sh).
+# Phases on the GPU machine, in the background; /tmp/out is fetched by later calls. Before: the
+# repository in /tmp/repo, the wheels of training in /tmp/site, vLLM 0.33 unpacked in /tmp/v (as for
+# routing_h200/session.sh). Usage: session.sh PHASE...; WORK is /tmp/work unless set.
+#   train   the draft (and the base and data, unless they are there)
+#   table   beside the MTP head in WORK/grafted, for which it waits
+#   deploy  the deploy command by `vllm serve`
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
-out=/tmp/out work=/tmp/work vllm=/tmp/v
+out=/tmp/out work=${WORK:-/tmp/work} vllm=/tmp/v
 mkdir -p "$out"
 note() { echo "$(date +%T) $*" >> "$out/progress.txt"; }
-(
-  export PYTHONPATH=/tmp/site PYTHONUNBUFFERED=1
-  bash "$here/train.sh" "$work" /tmp/code > "$out/dspark-train.log" 2>&1
+wait_for() { # FILE
+  for ((i = 0; i < 1200; i++)); do [ -e "$1" ] && return; sleep 1; done
+  note "no $1"
+}
+with_vllm() {
+  wait_for "$vllm/ready"
+  . "$vllm/vllm-env.sh"
+  export PYTHONPATH=$root:/tmp/site:$PYTHONPATH PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+  export VLLM_NO_USAGE_STATS=1
+}
+train() {
+  PYTHONPATH=/tmp/site PYTHONUNBUFFERED=1 bash "$here/train.sh" "$work" /tmp/code \
+    > "$out/dspark-train.log" 2>&1
   note "draft trained: $?"
-)
-cp "$work/draft-eval.json" "$work/draft/history.jsonl" "$work/draft/config.json" "$out/"
-for ((i = 0; i < 900; i++)); do [ -e "$vllm/ready" ] && break; sleep 1; done
-. "$vllm/vllm-env.sh"
-export PYTHONPATH=$root:/tmp/site:$PYTHONPATH PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
-export VLLM_NO_USAGE_STATS=1
-python3 "$here/table.py" "$work" "$out/dspark-table" > "$out/dspark-table.log" 2>&1
-note "dspark table: $?"
+  for name in draft-eval.json draft/history.jsonl draft/config.json; do
+    cp "$work/$name" "$out/dspark-$(basename "$name")"
+  done
+}
+table() {
+  wait_for "$work/draft-eval.json"
+  wait_for "$work/grafted"
+  (with_vllm; python3 "$here/table.py" "$work" "$out/dspark-table" > "$out/dspark-table.log" 2>&1
+   note "dspark table: $?")
+}
+deploy() {
+  wait_for "$work/draft-eval.json"
+  (with_vllm; python3 "$here/deploy.py" "$work" "$out/dspark-deploy.json" \
+     > "$out/dspark-deploy.log" 2>&1
+   note "dspark deploy: $?")
+}
+for phase in "$@"; do "$phase"; done

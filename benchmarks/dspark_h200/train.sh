@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# On the GPU machine: the hybrid base and its head as for routing, then a draft for the same base on
-# the same data. What WORK already holds is kept. Usage: train.sh WORK CODE (as for routing_h200)
+# On the GPU machine: the hybrid base and its data as for routing, then a draft for them. What WORK
+# already holds is kept. Usage: train.sh WORK CODE (as for routing_h200)
 set -euo pipefail
 work=$1 code=$2
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
-bash "$here/../routing_h200/train.sh" "$work" "$code"
+UNTIL=data bash "$here/../routing_h200/train.sh" "$work" "$code"
 export PYTHONPATH="$root:${PYTHONPATH:-}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=true
 cd "$work"
 make() { # FILE mtp-arguments...: run unless FILE is there

@@ -21,7 +21,7 @@ wait_for() { # FILE SECONDS
 heads() {
   wait_for "$work/data/data.json" 600
   PYTHONPATH=$root:/tmp/site:/tmp/peers python3 "$here/train_all.py" "$work" ${HEADS:-} \
-    --jobs "${JOBS:-5}" > "$out/heads.log" 2>&1
+    --jobs "${JOBS:-5}" > "$out/${LOG:-heads}.log" 2>&1
   note "heads: $?"
 }
 serve() {

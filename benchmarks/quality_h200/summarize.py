@@ -16,6 +16,7 @@ import numpy as np
 
 NUM_RESAMPLES = 4000
 OPPONENT = "speculators-post"
+RECIPE = ("routed-kl", "routed")  # ours as it stands: beside it losses, teachers, NVFP4 experts
 Key = tuple[str, str]  # head and runtime
 Kind = tuple[str, float, str]  # base, temperature and how drafts are drawn
 
@@ -73,12 +74,13 @@ def summarize(table: dict[Key, dict[str, Any]], times: np.ndarray) -> dict[str, 
 
 
 def opponents(means: dict[Key, float]) -> dict[str, Key]:
-    """speculators' head as vLLM wants it, its best one, and our best one on a stock vLLM."""
+    """Our recipe, speculators' head as vLLM wants it, its best one, our best on a stock vLLM."""
 
     def best(wanted: Any) -> Key | None:
         return max((key for key in means if wanted(key)), key=means.__getitem__, default=None)
 
     found = {
+        RECIPE[0]: RECIPE if RECIPE in means else None,
         OPPONENT: best(lambda key: key[0] == OPPONENT),
         "best speculators": best(lambda key: key[0].startswith("speculators")),
         "our best stock": best(

@@ -1,6 +1,6 @@
 """Speed in many short alternated rounds.
 
-    python timing.py WORK OUT.json SECONDS [CONCURRENCY...]
+    python timing.py WORK OUT.json SECONDS [CONCURRENCY...]   # after WARM_UP seconds
     python timing.py pool OUT.json...   # the rounds of several such files together
 
 In a round each variant serves the same prompts, one after the other, and the next round goes
@@ -14,6 +14,7 @@ two such processes differ by is not the code's, and a variant's own figure is th
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -95,24 +96,28 @@ def main(work: Path, out: Path, budget: float, concurrencies: list[int]) -> None
     names = [name for name in plan["timing"] if engines.is_ready(work, name)]
     cores = sorted(os.sched_getaffinity(0))
     engines.pin(work, names, cores[: len(cores) // 2] if len(cores) >= 8 else cores)
-    deadline = time.monotonic() + budget
+    warm = time.monotonic() + float(os.environ.get("WARM_UP", "0"))
     kinds = [k for k in plan["kinds"] if k["concurrency"] in concurrencies or not concurrencies]
     rounds: dict[str, list[dict[str, Any]]] = {str(k["concurrency"]): [] for k in kinds}
-    number = -2  # two rounds warm up and are not counted
-    while time.monotonic() < deadline:
+    deadline = None
+    for number in itertools.count():
+        now = time.monotonic()
+        if deadline is None and number >= 2 and now > warm:
+            deadline = now + budget
+        if deadline is not None and now > deadline:
+            break
         for kind in kinds:
             taking_part = [
                 name for name in names
-                if number < 0 or number % RARELY == 0 or name not in plan["rarely"]
+                if deadline is None or number % RARELY == 0 or name not in plan["rarely"]
             ]  # fmt: skip
             given = requests(plan, kind, number)
             one = {
                 name: engines.ask(work, name, dict(given))
                 for name in (taking_part if number % 2 else taking_part[::-1])
             }
-            if number >= 0:
+            if deadline is not None:
                 rounds[str(kind["concurrency"])].append(one)
-        number += 1
     report: dict[str, Any] = {
         "schema_version": 1, "hardware": plan["hardware"], "vllm_version": plan["vllm_version"],
         "kinds": kinds, "rounds": rounds,

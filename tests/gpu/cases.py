@@ -90,6 +90,9 @@ CASES: dict[str, Case] = {
         engine={**GRAPHS, **TOGETHER}, **FULL_BF16, speculative={"attention_backend": "FLASH_ATTN"}
     ),
     "tensor parallel": Case(engine={**GRAPHS, **TOGETHER, "tensor_parallel_size": 2}, num_gpus=2),
+    "tensor parallel, hybrid": Case(
+        engine={**GRAPHS, **TOGETHER, "tensor_parallel_size": 2}, num_gpus=2, **HYBRID_BF16
+    ),
     "mrope in a text-only config": Case(build={"mrope": True}, engine={**EAGER, **JOINING}),
     "hybrid": Case(engine={**EAGER, **JOINING}, **HYBRID_BF16),
     "hybrid, graphs": Case(engine={**GRAPHS, **TOGETHER}, **HYBRID_BF16),

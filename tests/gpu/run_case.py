@@ -21,6 +21,8 @@ os.environ["TRITON_F32_DEFAULT"] = "ieee"
 os.environ["VLLM_DISABLE_COMPILE_CACHE"] = "1"
 # Functions are sent to the workers, which are other processes where they are several.
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+# NVLink multicast, which NCCL and torch have off on shared hosts; vLLM has its own switch.
+os.environ["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"
 os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
 
 import recorder  # noqa: E402

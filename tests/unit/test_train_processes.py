@@ -1,4 +1,8 @@
-"""Two processes against one, and a run that is killed against one that is not."""
+"""Two processes against one, and a run that is killed against one that is not.
+
+Through gloo on a CPU. On a machine with two GPUs, through NCCL:
+`MTP_TRAIN_DEVICE=cuda python -m pytest tests/unit/test_train_processes.py -k two_processes`
+"""
 
 import json
 import os
@@ -19,8 +23,9 @@ SCRIPT = Path(__file__).parents[1] / "train_forked.py"
 def runs(tmp_path_factory):
     """A folder with the runs of `train_forked.py`."""
     folder = tmp_path_factory.mktemp("forked")
+    on = ["cuda", "parallel"] if os.environ.get("MTP_TRAIN_DEVICE") == "cuda" else []
     result = subprocess.run(
-        [sys.executable, SCRIPT, folder],
+        [sys.executable, SCRIPT, folder, *on],
         capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=600,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-4000:]

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# What there is so far, into OUT (at most 16 MiB a file). Usage: collect.sh OUT
+set -uo pipefail
+out=$1
+here=$(cd "$(dirname "$0")" && pwd)
+bash "$here/../quality_h200/session.sh" measure
+tar czf "$out/out.tar.gz" -C /tmp --exclude='*.tar.gz' out
+tar czf "$out/work.tar.gz" -C /tmp/work --exclude='pairs/plan.json' --exclude='*.safetensors' \
+  $(cd /tmp/work && ls -d served pairs logs heads/*/*.json* draft/*.json* 2> /dev/null)
+cp -r /tmp/served/rounds/*/log.txt "$out/" 2> /dev/null
+cat /tmp/out/progress.txt

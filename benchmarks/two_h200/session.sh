@@ -1,0 +1,126 @@
+#!/usr/bin/env bash
+# The benchmarks of the other folders as one session of half an hour on two GPUs: what is timed has
+# GPU 1 and cores of its own. In the background; /tmp/out is fetched by later calls.
+# Usage: session.sh LANE, after install.sh; vLLM comes to /tmp/v by later calls, then /tmp/v/ready.
+#   zero    GPU 0: data, heads, the DSpark draft, all that is served without a clock
+#   one     GPU 1: training at the 35B's shapes; both GPUs; tokens per second; the draft's table
+#   memory  `mtp data prepare` on 5 GB, on four cores
+set -uo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+benchmarks=$(cd "$here/.." && pwd)
+out=/tmp/out work=/tmp/work hybrid=/tmp/hybrid
+cores_zero=${CORES_ZERO:-12-27} cores_one=${CORES_ONE:-0-11} cores_memory=${CORES_MEMORY:-28-31}
+mkdir -p "$out" "$work" "$hybrid"
+note() { echo "$(date +%T) two: $*" >> "$out/progress.txt"; }
+wait_for() { # FILE SECONDS
+  for ((i = 0; i < $2; i++)); do [ -e "$1" ] && return; sleep 1; done
+  note "no $1 after $2 s"
+}
+routed() { bash "$benchmarks/routing_h200/session.sh" "$@"; }
+quality() { bash "$benchmarks/quality_h200/session.sh" "$@"; }
+dspark() { bash "$benchmarks/dspark_h200/session.sh" "$@"; }
+links() { # what routing_h200 and dspark_h200 take for their own
+  wait_for "$work/grafted/routed-kl@base" 1200
+  for name in base data draft draft-eval.json; do ln -sfn "$work/$name" "$hybrid/$name"; done
+  ln -sfn "$work/logs/routed-kl-experts-nvfp4.json" "$hybrid/quantize.json"
+  ln -sfn "$work/grafted/routed-kl@base" "$hybrid/grafted"
+}
+with_vllm() {
+  wait_for /tmp/v/ready 900
+  . /tmp/v/vllm-env.sh
+  export PYTHONPATH=$benchmarks/..:/tmp/site:$PYTHONPATH PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+  export VLLM_NO_USAGE_STATS=1
+}
+
+zero() {
+  export CUDA_VISIBLE_DEVICES=0
+  routed base
+  touch "$out/data-ready"
+  HEADS="speculators-post routed-kl stock-kl speculators-post-1e-4 routed-kl-experts-nvfp4
+    routed-kl-nvfp4 warm-start speculators-pre" JOBS=6 quality heads &
+  dspark train &
+  CASES=5 routed cases &
+  SECONDS_TO_SERVE=${SERVE:-1350} ENGINES=6 quality serve &
+  algorithms &
+  pairs &
+  wait
+  note "zero: done"
+}
+algorithms() {
+  wait_for "$work/grafted/routed-kl@base" 1200
+  (export PYTHONPATH=$benchmarks/..:/tmp/site
+   python3 "$benchmarks/quantize/algorithms.py" --base "$work/base" --data "$work/data" \
+     --head "$work/heads/routed-kl" --recipe "$benchmarks/../recipes/hybrid/recipe.toml" \
+     --work /tmp/algorithms > "$out/algorithms.json" 2> "$out/algorithms.log"
+   note "algorithms: $?")
+}
+pairs() { # the NVFP4 head beside the BF16 one, on both bases, on more prompts
+  wait_for "$work/grafted/routed-kl-experts-nvfp4@base-nvfp4" 1200
+  (with_vllm
+   python3 "$benchmarks/quality_h200/serve_all.py" "$work" routed-kl routed-kl-experts-nvfp4 \
+     --served pairs --prompts 1600 --greedy --jobs 4 --seconds 900 > "$out/pairs.log" 2>&1
+   note "pairs: $?"
+   python3 "$benchmarks/quality_h200/summarize.py" "$work/pairs" "$out/pairs.json" \
+     > "$out/pairs.md" 2>&1)
+}
+
+one() {
+  export CUDA_VISIBLE_DEVICES=${GPU_ONE:-1}
+  LIMIT=170 SITE=/tmp/shapes-site bash "$benchmarks/train_shapes/session.sh" "$out/shapes" \
+    > "$out/shapes.md" 2>&1
+  note "shapes: done"
+  for ((i = 0; i < 400; i++)); do grep -qs '"cache-base"' "$work/logs/times.jsonl" && break; sleep 1; done
+  setsid bash "$here/session.sh" losses &
+  local losses=$! both
+  both &
+  both=$!
+  routed calls
+  links
+  (with_vllm
+   # Started while others still work; timed when they are done, or stand still.
+   bash "$benchmarks/routing_h200/serve.sh" "$hybrid" /tmp/v /tmp/served plain stock routed \
+     > "$out/serve.log" 2>&1)
+  wait "$both"
+  for ((i = 0; i < ${LOSSES:-200}; i++)); do kill -0 $losses 2> /dev/null || break; sleep 1; done
+  pkill -STOP -s $losses && note "losses: paused"
+  (with_vllm
+   WARM_UP=60 python3 "$benchmarks/routing_h200/timing.py" /tmp/served/rounds "$out/speed.json" \
+     "${SPEED:-180}" > "$out/speed.log" 2>&1
+   python3 "$benchmarks/routing_h200/engines.py" stop /tmp/served/rounds)
+  note "speed: done"
+  WORK=$hybrid dspark table
+  pkill -CONT -s $losses
+  WORK=$hybrid dspark deploy
+  note "one: done"
+}
+losses() {
+  export CUDA_VISIBLE_DEVICES=${GPU_ONE:-1}
+  HEADS="routed-e2e_tv routed-lk routed-tv routed-ce routed-schedule both" JOBS=6 \
+    LOG=losses quality heads
+}
+both() { # needs two GPUs
+  export CUDA_VISIBLE_DEVICES=0,1
+  cd "$benchmarks/.."
+  (export PYTHONPATH=/tmp/site
+   bash "$benchmarks/train_processes/session.sh" "$work" "$out/processes" > "$out/processes.txt" 2>&1
+   MTP_TRAIN_DEVICE=cuda python3 -m pytest -p no:cacheprovider -q -k two_processes \
+     tests/unit/test_train_processes.py > "$out/nccl.log" 2>&1
+   note "two processes: $?") &
+  (with_vllm
+   MTP_GPU_REPORT=$out/cases-two.jsonl MTP_GPU_TIME_LIMIT=300 python3 -m pytest -p no:cacheprovider \
+     tests/gpu/test_model_runner_v2.py -k tensor > "$out/cases-two.log" 2>&1
+   note "tensor parallel: $?") &
+  wait
+}
+memory() {
+  mkdir -p /tmp/memory
+  TMPDIR=/tmp/memory PYTHONPATH=$benchmarks/..:/tmp/site python3 "$benchmarks/data_memory.py" \
+    --base "$work/base" --prepare-mb 5120 > "$out/memory.jsonl" 2> "$out/memory.log"
+  note "memory: $?"
+}
+case $1 in
+  zero) taskset -cp "$cores_zero" $$ ;;
+  one | losses) taskset -cp "$cores_one" $$ ;;
+  memory) taskset -cp "$cores_memory" $$ ;;
+esac > /dev/null
+"$1"
