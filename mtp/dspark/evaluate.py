@@ -15,7 +15,7 @@ Shapes: N blocks, S slots, T tokens, H hidden, A aux layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -192,8 +192,8 @@ class Measured:
 def measure(measured: Measured, text: Continuations) -> dict[str, Any]:
     """Acceptance on the base's own continuations, in the schema of the MTP head's.
 
-    Also under "teacher_forced" the reference's table, with every token of the continuations as an
-    anchor, as if these were its validation data.
+    Also under "teacher_forced" the reference's table, with every token of the continuations up to
+    the end of the reply as an anchor, as if these were its validation data.
     """
     measured.model.eval()
     total = AcceptanceCounts(measured.num_slots)
@@ -210,6 +210,7 @@ def measure(measured: Measured, text: Continuations) -> dict[str, Any]:
         total.merge(counts)
         by_category.setdefault(prompt.category, AcceptanceCounts(measured.num_slots)).merge(counts)
         mask = torch.arange(len(tokens)) >= length
+        mask[length + _reply_length(continuation, text.end_tokens) :] = False
         measured.forced(ids, states, _all_blocks(measured, mask), table)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -236,6 +237,12 @@ def validate(
         )  # fmt: skip
         measured.forced(ids, states, blocks, table)
     return table.as_dict()
+
+
+def _reply_length(continuation: Sequence[int], end_tokens: frozenset[int]) -> int:
+    """Tokens up to the first that ends the reply, itself included: the base is made to go on."""
+    ends = (number for number, token in enumerate(continuation, 1) if token in end_tokens)
+    return next(ends, len(continuation))
 
 
 def _all_blocks(measured: Measured, mask: torch.Tensor) -> Blocks:

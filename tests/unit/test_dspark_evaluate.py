@@ -13,9 +13,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from dspark_reference import block_hidden, slot_logits
 from dspark_tiny import TINY, random_draft
 
-from mtp.acceptance import replay
+from mtp.acceptance import Continuations, replay
+from mtp.data.prompts import Prompt
 from mtp.dspark.anchors import Blocks
-from mtp.dspark.evaluate import ForcedTable, Measured
+from mtp.dspark.evaluate import ForcedTable, Measured, measure
 from mtp.dspark.loss import SlotTerms
 from mtp.dspark.vocabulary import DraftVocabulary
 
@@ -131,3 +132,24 @@ def test_forced_terms_lie_where_their_slots_are(case):
     base = (measured.source.lm_head.double() @ states[7, 32:].double()).softmax(0)
     overlap = torch.minimum(logits.softmax(0), base[KEPT]).sum()
     assert float(table.accepted[1]) == pytest.approx(float(overlap), rel=1e-4)
+
+
+def test_what_the_base_was_made_to_say_after_its_reply_is_not_measured(case):
+    """The table of a reply that ends at its fourth token is that of its blocks up to there."""
+    measured, ids, states, _ = case
+    tokens = ids.tolist()
+    end = tokens[PROMPT + 3]
+    assert end not in tokens[PROMPT : PROMPT + 3]
+
+    def table(end_tokens):
+        prompt = Prompt(id="a", token_ids=tuple(tokens[:PROMPT]), category="chat")
+        text = Continuations([prompt], [tokens[PROMPT:]], [states], 4, frozenset(end_tokens))
+        return measure(measured, text)["teacher_forced"]
+
+    # Anchors at 5, 6, 7 with 3, 2, 1 slots up to the end at 8; each has four tokens behind it.
+    found = ForcedTable(4)
+    live = torch.tensor([[[1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0]]]).bool()
+    measured.forced(ids, states, Blocks(anchors=torch.tensor([[5, 6, 7]]), live=live), found)
+    assert table({end}) == found.as_dict()
+    assert table({end})["num_blocks"] == 3
+    assert table(set())["num_blocks"] == NUM_TOKENS - PROMPT - 4

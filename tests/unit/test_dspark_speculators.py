@@ -183,3 +183,47 @@ def test_their_norm_is_another_than_the_base_has(tmp_path):
     assert not torch.allclose(found, right, atol=0.1)
     weight = checkpoint.load("model.norm.weight").float()
     torch.testing.assert_close(found * (1 + weight) / weight, right, rtol=1e-4, atol=1e-4)
+
+
+def test_the_table_is_their_metrics_where_both_count_the_same():
+    """A draft of the whole vocabulary, every slot live but one block's last two: accept_len,
+    rates, accuracy and confidence are those of their `compute_metrics`."""
+    from speculators.losses import resolve_loss_config
+    from speculators.models.dspark.metrics import compute_metrics
+
+    from mtp.dspark.evaluate import ForcedTable
+    from mtp.dspark.loss import base_targets, slot_terms
+
+    config = tiny_config(draft_vocab_size=24)
+    model, size, num_blocks = random_draft(config), config.block_size, 5
+    generator = torch.Generator().manual_seed(4)
+    hidden = torch.randn(num_blocks, size, config.hidden_size, generator=generator)
+    base = torch.randn(num_blocks, size, config.hidden_size, generator=generator)
+    lm_head = torch.randn(24, config.hidden_size, generator=generator)
+    previous = torch.randint(0, 24, (num_blocks, size), generator=generator)
+    live = torch.ones(num_blocks, size, dtype=torch.bool)
+    live[3, 2:] = False
+    with torch.no_grad():
+        _, theirs = compute_metrics(
+            model.logits(hidden, previous).view(1, -1, 24), (base @ lm_head.T).view(1, -1, 24),
+            model.confidence(hidden, previous).view(1, -1), live.view(1, -1).float(), size,
+            resolve_loss_config('{"tv": 1.0}', "eager"),
+            tv_loss_fn=resolve_loss_config("tv", "eager")["tv"][0],
+        )  # fmt: skip
+        table = ForcedTable(size)
+        positions = torch.arange(num_blocks * size).view(num_blocks, size)[live]
+        terms = slot_terms(
+            model, hidden[live], previous[live], base_targets(base.flatten(0, 1), lm_head),
+            positions, lm_head, torch.arange(24),
+        )  # fmt: skip
+        table.add(terms, live)
+    ours = table.as_dict()
+    names = {
+        "accept_len": "accept_len", "greedy_accept_len": "eal", "accept_rate": "accept_rate",
+        "full_acc": "full_acc", "confidence_abs_error": "confidence_abs_error",
+        "confidence_cumprod_bias": "confidence_cumprod_bias",
+    }  # fmt: skip
+    for name, other in names.items():
+        wanted = float(theirs[f"{other}_sum"] / theirs[f"{other}_total"])
+        assert ours[name] == pytest.approx(wanted, rel=1e-4), name
+    assert ours["num_blocks"] == num_blocks
