@@ -107,6 +107,11 @@ class Document:
     teacher: str = ""
 
 
+def printable(text: str) -> str:
+    """A text that can be written as UTF-8: names of files, and JSON, may hold lone surrogates."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def infer_category(messages: tuple[Message, ...], tools: tuple[str, ...]) -> str:
     """`agent` when tools are offered or used, be it in text, else `chat`."""
     used = any(message.tool_calls or message.role == "tool" for message in messages)

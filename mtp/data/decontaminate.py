@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from graft.errors import UserError
-from mtp.data.conversation import Conversation, Document
+from mtp.data.conversation import Conversation, Document, printable
 from mtp.data.ngrams import mixed, ngram_hashes, texts_of, word_hashes
 from mtp.data.sources import Reading, read_source
 
@@ -70,9 +70,10 @@ def read_evaluation_sets(files: Sequence[str | Path]) -> EvaluationSets:
     """
     sets = EvaluationSets()
     found: dict[int, list[tuple[int, int]]] = {}
-    for file in map(str, files):
+    for path in map(str, files):
         sharing: dict[int, Counter[int]] = {}
-        for texts, line in _evaluation_items(file):
+        file = printable(path)
+        for texts, line in _evaluation_items(path):
             number = len(sets.items)
             sets.items.append((file, line))
             sets.num_items[file] += 1

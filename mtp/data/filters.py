@@ -58,6 +58,8 @@ class RowFilter:
         if wanted is None:
             if self._operator not in ("=", "!="):
                 raise RowError(f"{self._text}: only numbers can be ordered")
+            if isinstance(row, bool):  # as JSON spells it
+                return _OPERATORS[self._operator](str(row).lower(), self._wanted.lower())
             return _OPERATORS[self._operator](str(row), self._wanted)
         found = _number(row)
         if found is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from graft.errors import UserError
 from graft.staging import staged_folder
-from mtp.data.conversation import UNKNOWN_LICENCE, Conversation, Document
+from mtp.data.conversation import UNKNOWN_LICENCE, Conversation, Document, printable
 from mtp.data.decontaminate import read_evaluation_sets
 from mtp.data.dedup import DigestSet
 from mtp.data.filters import RowFilter, require_applied
@@ -88,7 +88,7 @@ class Settings:
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON values."""
-        files = [str(file) for file in self.decontaminate]
+        files = [printable(str(file)) for file in self.decontaminate]
         return asdict(self) | {"where": list(self.where), "decontaminate": files}
 
 

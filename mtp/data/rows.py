@@ -23,6 +23,7 @@ from mtp.data.conversation import RowError
 Rows = Iterator[tuple[int, Any]]
 _SPACE = re.compile(r"\s*")
 _GZIP, _ZSTD, _PARQUET, _BOM = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1", b"\xef\xbb\xbf"
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # PowerShell's `>`; UTF-32 begins with the first, too
 _CHUNK = 1 << 20
 _MAX_ROW = 1 << 29  # characters; a longer row is a broken one
 _LINES_TO_TRY, _ROWS_A_BATCH = 16, 64
@@ -43,6 +44,8 @@ def read_rows(file: Path, is_part: Callable[[Any], bool]) -> Rows:
     if mark == _PARQUET:
         yield from _parquet_rows(file)
         return
+    if mark.startswith(_UTF_16):
+        raise LostRowsError("UTF-16 text, not UTF-8", 1)
     with _opened(file, mark) as stream:
         if _is_lines(stream):
             stream.seek(0)

@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from graft.errors import UserError
-from mtp.data.conversation import Conversation, Document, Note, RowError, content_digest
+from mtp.data.conversation import (
+    Conversation,
+    Document,
+    Note,
+    RowError,
+    content_digest,
+    printable,
+)
 from mtp.data.filters import RowFilter
 from mtp.data.formats import Recogniser
 from mtp.data.hub import HUB_PREFIX, hub_rows, is_dataset_folder, saved_rows
@@ -35,6 +42,7 @@ CODE_SUFFIXES = frozenset((
     ".r", ".jl", ".hs", ".ml", ".ex", ".pl",
 ))
 # fmt: on
+WRAPPERS = ("data", "rows", "examples", "instances", "train")
 SKIPPED_FOLDERS = frozenset(("__pycache__", "node_modules"))
 _ITEMS_TO_TRY = 16  # a session log may open with notes that tell nothing
 
@@ -120,13 +128,20 @@ class _Place:
         if isinstance(value, Conversation | Document):
             try:
                 digest = content_digest(value)
-                identity = value.id or f"sha256:{digest[:16]}"
-                value = replace(value, source=self.name, id=identity)
+                value = replace(
+                    value,
+                    id=printable(value.id) or f"sha256:{digest[:16]}",
+                    source=printable(self.name),
+                    licence=printable(value.licence),
+                    teacher=printable(value.teacher),
+                )
             except RowError as error:
                 value = error
+        if isinstance(value, RowError):
+            value = RowError(printable(str(value)))
         return Item(
-            source=self.source,
-            file=self.file,
+            source=printable(self.source),
+            file=printable(self.file),
             line=line,
             format=format_name,
             value=value,
@@ -138,7 +153,7 @@ class _Place:
 def _files(source: Path, ignored: Counter[str]) -> tuple[Path, list[Path]]:
     """(the folder that names are relative to, the files to read)."""
     if source.is_dir():
-        return source, _readable(sorted(_walk(source)), ignored)
+        return source, _readable(sorted(_walk(source, ignored)), ignored)
     if not source.is_file():
         expected = "a file or a folder of training data"
         raise UserError(expected, f"nothing at {source}", "fix --source")
@@ -156,10 +171,19 @@ def _files(source: Path, ignored: Counter[str]) -> tuple[Path, list[Path]]:
     return source.parent, [source]
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def _walk(folder: Path, ignored: Counter[str]) -> Iterator[Path]:
     for parent, folders, files in os.walk(folder):
+        for name in folders:
+            if name.startswith(".") or name in SKIPPED_FOLDERS:
+                ignored["hidden folders" if name.startswith(".") else name] += 1
+            elif Path(parent, name).is_symlink():
+                ignored["links to folders"] += 1
         folders[:] = [f for f in folders if not f.startswith(".") and f not in SKIPPED_FOLDERS]
-        yield from (Path(parent, file) for file in files if not file.startswith("."))
+        for name in files:
+            if name.startswith("."):
+                ignored["hidden files"] += 1
+            else:
+                yield Path(parent, name)
 
 
 def _has_rows(file: Path) -> bool:
@@ -176,7 +200,7 @@ def _readable(files: list[Path], ignored: Counter[str]) -> list[Path]:
         if file.suffix in CODE_SUFFIXES
         or (_has_rows(file) and not (has_code and file.suffix == ".json"))
     }
-    ignored.update(file.suffix or file.name for file in files if file not in wanted)
+    ignored.update(printable(file.suffix or file.name) for file in files if file not in wanted)
     return [file for file in files if file in wanted]
 
 
@@ -201,6 +225,8 @@ def _items(place: _Place, rows: Rows, reading: Reading) -> Iterator[Item]:
         opening = list(itertools.islice(rows, _ITEMS_TO_TRY))
         formats = (reading.recogniser.file_format(item) for _, item in opening)
         whole = next((format_ for format_ in formats if format_), None)
+        if len(opening) == 1:
+            opening = _unwrapped(*opening[0], reading)
         rest = itertools.chain(opening, rows)
         if whole is not None:
             for lines, value in whole.read_parts(list(rest)):
@@ -219,6 +245,15 @@ def _items(place: _Place, rows: Rows, reading: Reading) -> Iterator[Item]:
             f"{place.file}, {where}: {reason}; how many rows are lost is not known",
             "repair that file (or fetch it again), or leave it out",
         ) from error
+
+
+def _unwrapped(line: int, value: Any, reading: Reading) -> list[tuple[int, Any]]:
+    """The rows of a file that is one object of no known format, with all rows under one key."""
+    if isinstance(value, dict) and reading.recogniser.read(value)[0] == "unknown":
+        inner = next((value[key] for key in WRAPPERS if isinstance(value.get(key), list)), None)
+        if inner and all(isinstance(row, dict) for row in inner):
+            return [(line, row) for row in inner]
+    return [(line, value)]
 
 
 def _read_row(row: Any, reading: Reading) -> tuple[str, Any]:

@@ -193,12 +193,12 @@ def test_a_folder_is_read_by_suffix_and_the_rest_is_counted(tmp_path):
     assert [item.value.id for item in items_of(tmp_path, ignored)] == [
         f"chat-{number}" for number in (1, 3, 4, 2)
     ]
-    assert ignored == {".gz": 1, ".md": 1}
+    assert ignored == {".gz": 1, ".md": 1, "hidden files": 1}
     written(tmp_path / "code.py", "x = 1\n")
     ignored.clear()
     items = items_of(tmp_path, ignored)
     assert [item.format for item in items].count("code") == 1 and len(items) == 4
-    assert ignored == {".gz": 1, ".md": 1, ".json": 1}
+    assert ignored == {".gz": 1, ".md": 1, ".json": 1, "hidden files": 1}
 
 
 def test_a_file_that_is_one_conversation(tmp_path):

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mtp.data.conversation import Conversation, Note, RowError
+from mtp.data.formats.fields import list_of
 from mtp.data.formats.turns import as_conversation
 
 TURN_TYPES = ("user", "assistant")
@@ -87,20 +88,27 @@ def _is_turn(line: dict[str, Any]) -> bool:
     )
 
 
+def _reply_id(line: dict[str, Any]) -> str:
+    """What the lines of one reply have in common, "" for a line that is none."""
+    message = line.get("message")
+    if line["type"] != "assistant" or not isinstance(message, dict):
+        return ""
+    return str(message.get("id") or "")
+
+
 def _path(nodes: dict[str, dict[str, Any]], turns: list[tuple[int, dict[str, Any]]]) -> set[str]:
     """Ids of the turns on the way to the last one, with what belongs to the same replies."""
     path: set[str] = set()
     uuid: Any = turns[-1][1]["uuid"]
-    while uuid in nodes and uuid not in path:
+    while isinstance(uuid, str) and uuid in nodes and uuid not in path:
         path.add(uuid)
         uuid = nodes[uuid]["parentUuid"]
     # Parallel calls branch: each result hangs on its own call.
-    replies = {nodes[u]["message"].get("id") for u in path if nodes[u]["type"] == "assistant"}
-    replies.discard(None)
+    replies = {_reply_id(nodes[uuid]) for uuid in path} - {""}
     calls: set[str] = set()
     for _, line in turns:
         message = line["message"]
-        if line["type"] == "assistant" and message.get("id") in replies:
+        if _reply_id(line) in replies:
             path.add(line["uuid"])
         if line["uuid"] in path:
             calls |= {str(part.get("id")) for part in _blocks(message, "tool_use")}
@@ -121,8 +129,8 @@ def _conversation(lines: list[dict[str, Any]]) -> Conversation:
     teacher = ""
     for line in lines:
         message = line["message"]
-        identity = message.get("id")
-        if line["type"] == "assistant" and identity in replies:
+        identity = _reply_id(line)
+        if identity in replies:
             replies[identity]["content"] += _as_blocks(message.get("content"))
             continue
         # The line's type decides who speaks.
@@ -139,6 +147,6 @@ def _conversation(lines: list[dict[str, Any]]) -> Conversation:
 
 
 def _as_blocks(content: Any) -> list[Any]:
-    if isinstance(content, list):
-        return list(content)
-    return [{"type": "text", "text": content}] if isinstance(content, str) else []
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return [*list_of(content, "content")]

@@ -51,6 +51,28 @@ def text_of(content: Any) -> str:
     return "".join(texts)
 
 
+def object_of(value: Any, what: str) -> dict[str, Any]:
+    """A JSON object, empty for nothing; `what` names it in the refusal.
+
+    Raises:
+        RowError: anything else.
+    """
+    if value and not isinstance(value, dict):
+        raise RowError(f"{what}: a JSON {type(value).__name__}, not an object")
+    return value or {}
+
+
+def list_of(value: Any, what: str) -> list[Any]:
+    """A JSON list, empty for nothing; `what` names it in the refusal.
+
+    Raises:
+        RowError: anything else.
+    """
+    if value and not isinstance(value, list):
+        raise RowError(f"{what}: a JSON {type(value).__name__}, not a list")
+    return value or []
+
+
 def arguments_text(arguments: Any) -> str:
     """Tool arguments as the text of a JSON object; `None`, missing and "" mean no arguments.
 
@@ -63,7 +85,7 @@ def arguments_text(arguments: Any) -> str:
     if arguments is None or arguments == "":
         return "{}"
     if isinstance(arguments, dict):
-        return json.dumps(without_nulls(arguments), ensure_ascii=False)
+        return to_json(without_nulls(arguments), "tool arguments")
     if not isinstance(arguments, str):
         raise RowError(f"tool arguments are a JSON {type(arguments).__name__}, not an object")
     parsed = from_json(arguments, "tool arguments")
@@ -90,7 +112,7 @@ def tools_texts(tools: Any) -> tuple[str, ...]:
     texts = []
     for tool in tools:
         schema = from_json(tool, "a tool") if isinstance(tool, str) else without_nulls(tool)
-        texts.append(json.dumps(_wrapped(schema), ensure_ascii=False))
+        texts.append(to_json(_wrapped(schema), "a tool"))
     return tuple(texts)
 
 
@@ -183,6 +205,18 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     return value
+
+
+def to_json(value: Any, what: str) -> str:
+    """The JSON text of a value; `what` names it in the refusal.
+
+    Raises:
+        RowError: a value that JSON has not, as Parquet's dates and bytes.
+    """
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise RowError(f"{what}: {error}") from error
 
 
 def from_json(text: str, what: str) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from mtp.data.conversation import Conversation, RowError
+from mtp.data.formats.fields import list_of, object_of
 from mtp.data.formats.turns import as_conversation
 
 # Events that the model neither wrote nor read.
@@ -38,7 +39,8 @@ def read(row: Any) -> Conversation:
     """Read one row of `output.jsonl`, or an exported list of events."""
     if isinstance(row, list):
         return read_parts(row)
-    config = (row.get("metadata") or {}).get("llm_config") or {}
+    metadata = object_of(row.get("metadata"), "metadata")
+    config = object_of(metadata.get("llm_config"), "llm_config")
     changes = {"teacher": str(config["model"])} if config.get("model") else {}
     return _read(row, row.get("history") or [], changes)
 
@@ -54,6 +56,8 @@ def _read(row: dict[str, Any], events: list[Any], changes: dict[str, str]) -> Co
     seen: set[str] = set()
     for index, event in enumerate(events):
         try:
+            if not is_event(event):
+                raise RowError("neither an action nor an observation")
             turn = _action(event, seen, tools) if "action" in event else _observation(event)
         except RowError as error:
             raise RowError(f"event {index}: {error}") from error
@@ -65,9 +69,9 @@ def _read(row: dict[str, Any], events: list[Any], changes: dict[str, str]) -> Co
 
 
 def _action(event: dict[str, Any], seen: set[str], tools: list[Any]) -> dict[str, Any] | None:
-    action, arguments = event["action"], event.get("args") or {}
+    action, arguments = event["action"], object_of(event.get("args"), "args")
     if action == "system":
-        tools += arguments.get("tools") or []
+        tools += list_of(arguments.get("tools"), "tools")
         return {"role": "system", "content": arguments.get("content")}
     if event["source"] == "user" and action == "message":
         if arguments.get("image_urls"):
@@ -75,7 +79,7 @@ def _action(event: dict[str, Any], seen: set[str], tools: list[Any]) -> dict[str
         return {"role": "user", "content": arguments.get("content")}
     if action in _SILENT_ACTIONS or event["source"] == "environment":
         return None
-    metadata = event.get("tool_call_metadata")
+    metadata = object_of(event.get("tool_call_metadata"), "tool_call_metadata")
     if metadata:
         return _reply(metadata, seen)
     if event["source"] == "agent" and action == "message":
@@ -84,9 +88,9 @@ def _action(event: dict[str, Any], seen: set[str], tools: list[Any]) -> dict[str
 
 
 def _reply(metadata: dict[str, Any], seen: set[str]) -> dict[str, Any] | None:
-    response = metadata.get("model_response") or {}
-    choices = response.get("choices") or [{}]
-    message = choices[0].get("message")
+    response = object_of(metadata.get("model_response"), "model_response")
+    choices = list_of(response.get("choices"), "choices")
+    message = object_of(choices[0], "a choice").get("message") if choices else None
     if not isinstance(message, dict):
         raise RowError("tool_call_metadata without the model's message")
     identity = str(response.get("id") or metadata.get("tool_call_id"))
@@ -99,9 +103,9 @@ def _reply(metadata: dict[str, Any], seen: set[str]) -> dict[str, Any] | None:
 def _observation(event: dict[str, Any]) -> dict[str, Any] | None:
     if event["observation"] in _SILENT_OBSERVATIONS:
         return None
-    metadata = event.get("tool_call_metadata")
+    metadata = object_of(event.get("tool_call_metadata"), "tool_call_metadata")
     if metadata:
         turn = {"role": "tool", "content": event.get("content")}
-        call = {"tool_call_id": metadata.get("tool_call_id"), "name": metadata["function_name"]}
+        call = {"tool_call_id": metadata.get("tool_call_id"), "name": metadata.get("function_name")}
         return {**turn, **call}
     return {"role": "user", "content": event.get("content")}

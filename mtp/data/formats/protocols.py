@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from mtp.data.conversation import Conversation, RowError
+from mtp.data.formats.fields import list_of, object_of
 from mtp.data.formats.turns import as_conversation
 
 _STEP_ROLES = {"system": "system", "user": "user", "agent": "assistant"}
@@ -48,29 +49,38 @@ def is_atif(row: Any) -> bool:
 
 def read_atif(row: dict[str, Any]) -> Conversation:
     """Read an ATIF trajectory; those of its subagents are not in it."""
-    agent = row.get("agent") or {}
+    agent = object_of(row.get("agent"), "agent")
     turns: list[dict[str, Any]] = []
-    for index, step in enumerate(row.get("steps") or []):
-        role = _STEP_ROLES.get(str(step.get("source"))) if isinstance(step, dict) else None
-        if role is None:
-            raise RowError(f"step {index}: unknown source")
-        calls = [
-            {
-                "id": call.get("tool_call_id"),
-                "function": {"name": call.get("function_name"), "arguments": call.get("arguments")},
-            }
-            for call in step.get("tool_calls") or []
-        ]
-        turn = {key: step.get(key) for key in ("reasoning_content", "is_copied_context")}
-        turns.append({**turn, "role": role, "content": step.get("message"), "tool_calls": calls})
-        for result in (step.get("observation") or {}).get("results") or []:
-            fields = {"content": result.get("content")}
-            if calls:
-                fields["tool_call_id"] = result.get("source_call_id")
-            turns.append({"role": "tool" if calls else "user", **fields})
-    teacher = agent.get("model_name") or ""
+    for index, step in enumerate(list_of(row.get("steps"), "steps")):
+        try:
+            turns += _atif_turns(step)
+        except RowError as error:
+            raise RowError(f"step {index}: {error}") from error
+    teacher = str(agent.get("model_name") or "")
     tools = agent.get("tool_definitions") or []
     return as_conversation(row, turns, tools=tools, category="agent", teacher=teacher)
+
+
+def _atif_turns(step: Any) -> list[dict[str, Any]]:
+    """What is said in a step, and what its calls gave."""
+    role = _STEP_ROLES.get(str(step.get("source"))) if isinstance(step, dict) else None
+    if role is None:
+        raise RowError("unknown source")
+    calls = []
+    for value in list_of(step.get("tool_calls"), "tool_calls"):
+        call = object_of(value, "a tool call")
+        function = {"name": call.get("function_name"), "arguments": call.get("arguments")}
+        calls.append({"id": call.get("tool_call_id"), "function": function})
+    turn = {key: step.get(key) for key in ("reasoning_content", "is_copied_context")}
+    turns = [{**turn, "role": role, "content": step.get("message"), "tool_calls": calls}]
+    observation = object_of(step.get("observation"), "observation")
+    for value in list_of(observation.get("results"), "results"):
+        result = object_of(value, "a result")
+        fields = {"content": result.get("content")}
+        if calls:
+            fields["tool_call_id"] = result.get("source_call_id")
+        turns.append({"role": "tool" if calls else "user", **fields})
+    return turns
 
 
 def _adp_turn(item: dict[str, Any], previous: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from mtp.data.conversation import Conversation, RowError
-from mtp.data.formats.fields import text_of
+from mtp.data.formats.fields import list_of, object_of, text_of
 from mtp.data.formats.turns import as_conversation
 
 # Where requests stand in rows: NeMo Gym's key, a log's, or the row itself.
@@ -80,5 +80,6 @@ def _add(turn: dict[str, Any], kind: str, item: dict[str, Any]) -> None:
         turn["tool_calls"].append({"id": item.get("call_id"), "function": function})
     else:
         # The raw thinking where it was returned; a summary is not what the model generated.
-        thoughts = [part.get("text") for part in item.get("content") or [] if "text" in part]
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + "".join(thoughts)
+        parts = [object_of(part, "thinking") for part in list_of(item.get("content"), "thinking")]
+        thoughts = text_of([part["text"] for part in parts if "text" in part])
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + thoughts
