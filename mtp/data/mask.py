@@ -25,6 +25,7 @@ import numpy as np
 from mtp.data.conversation import Conversation, Message, RowError
 from mtp.data.render import Prefixes, Renderer
 
+_PLAIN_NAME = re.compile(r"[\w.-]+")  # no template writes it in another way
 _EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*$")
 
 
@@ -82,8 +83,9 @@ def render_rows(conversation: Conversation, renderer: Renderer) -> list[Rendered
     Replies before the first user message (a greeting) are context: no server generates them.
 
     Raises:
-        RowError: the template refuses the conversation, or renders a reply differently from
-            its own generation prompt; or a special token in a reply cannot be kept apart.
+        RowError: the template refuses the conversation, renders a reply differently from its
+            own generation prompt, or without its calls; or a special token in a reply cannot be
+            kept apart.
     """
     messages = conversation.messages
     first_user = next(i for i, message in enumerate(messages) if message.role == "user")
@@ -200,6 +202,9 @@ def _turn(
         start = len(_EMPTY_THINKING.sub("", prompt))
         if start == len(prompt) or not full.startswith(prompt[:start]):
             raise RowError(f"message {index} does not continue the template's generation prompt")
+    names = [call.name for call in message.tool_calls if _PLAIN_NAME.fullmatch(call.name)]
+    if message.supervised and any(name not in full[start:] for name in names):
+        raise RowError(f"message {index}: the chat template leaves its tool calls out")
     stripped = full.rstrip()
     end_token = next((token for token in end_tokens if stripped.endswith(token)), None)
     end = len(stripped) if end_token and len(stripped) > start else len(full)

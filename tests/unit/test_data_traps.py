@@ -58,10 +58,15 @@ def test_trap_01_arguments_are_text(qwen):
 
 
 def test_trap_02_no_double_encoding(qwen, bases):
-    """A text of arguments and the same object render alike, in every template."""
+    """A text of arguments and the same object render alike, in templates with XML and with JSON."""
     arguments = {"a": 1, "text": 'say "x"\n', "list": [1, {"b": None}]}
-    for name, base in bases.items():
-        renderer = Renderer(load_tokenizer(base))
+    as_json = "message.content + (message.tool_calls | tojson if message.tool_calls else '')"
+    for name in ("qwen35", "chatml"):
+        tokenizer = load_tokenizer(bases[name])
+        if name == "chatml":
+            template = tokenizer.chat_template
+            tokenizer.chat_template = template.replace("message.content", as_json)
+        renderer = Renderer(tokenizer)
         texts = {
             rendered(with_call(spelling), renderer)[0].text
             for spelling in (json.dumps(arguments), json.dumps(arguments, indent=2))
