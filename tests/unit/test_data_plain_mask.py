@@ -1,8 +1,8 @@
 """`mtp data prepare` against masks that were made in another way: letter by letter, by hand.
 
-Each conversation stands here twice: as a row of some format, and as the turns that a person reads in
-it. The reference writes those turns out by the rules of two templates, notes for each letter whether
-the served model generates it, and asks of each token whether all its letters are such.
+Each conversation stands here twice: as a row of some format, and as the turns that a person reads
+in it. The reference writes those turns out by the rules of two templates, notes for each letter
+whether the served model generates it, and asks of each token whether all its letters are such.
 """
 
 from __future__ import annotations
@@ -91,13 +91,16 @@ CASES = [
          ("tool", "1"), ("assistant", "Done.", "", [])],
     ),
     (
-        openai("letters", ("user", {"content": [{"type": "text", "text": "é世"},
-                                                {"type": "text", "text": "🙂\r\n e\u0301\u2028?"}]}),
-               ("assistant", {"content": [{"type": "text", "text": "\u2003世界 🙂🙂\x85 e\u0301 "}]})),
-        [("user", "é世🙂\r\n e\u0301\u2028?"), ("assistant", "\u2003世界 🙂🙂\x85 e\u0301 ", "", [])],
+        openai("letters", ("user", {"content": [
+                   {"type": "text", "text": "é世"},
+                   {"type": "text", "text": "🙂\r\n e\u0301\u2028?"}]}),
+               ("assistant", {"content": [{"text": "\u2003世界 🙂🙂\x85 e\u0301 "}]})),
+        [("user", "é世🙂\r\n e\u0301\u2028?"),
+         ("assistant", "\u2003世界 🙂🙂\x85 e\u0301 ", "", [])],
     ),
     (
-        openai("context", ("assistant", {"content": "How can I help?"}), ("user", {"content": "A?"}),
+        openai("context", ("assistant", {"content": "How can I help?"}),
+               ("user", {"content": "A?"}),
                ("assistant", {"content": "No.", "weight": 0}), ("user", {"content": "B?"}),
                ("assistant", {"content": "Yes."}), ("assistant", {"content": "And yes."})),
         [("context", "How can I help?"), ("user", "A?"), ("context", "No."), ("user", "B?"),
