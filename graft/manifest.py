@@ -142,8 +142,10 @@ def write_head(
 
     Raises:
         ValueError: for tensors or metadata that do not make a head; the caller has a bug.
+        UserError: a disk that is full, or fails.
     """
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     if problem := _metadata_problem(metadata):
@@ -154,7 +156,14 @@ def write_head(
     # Clones, because safetensors refuses tensors that share storage (split experts do).
     own = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
            for name, tensor in tensors.items()}  # fmt: skip
-    save_file(own, folder / HEAD_WEIGHTS, metadata={"format": "pt"})
+    try:
+        save_file(own, folder / HEAD_WEIGHTS, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise UserError(
+            f"{folder / HEAD_WEIGHTS} written",
+            str(error),
+            "free some space, or choose another --out",
+        ) from error
     write_json(folder / HEAD_METADATA, metadata)
 
 

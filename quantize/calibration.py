@@ -10,9 +10,6 @@ that need CUDA; what they choose is stated in the same format.
 
 from __future__ import annotations
 
-import contextlib
-import io
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -21,7 +18,8 @@ import torch
 from torch import nn
 
 from graft.errors import UserError
-from quantize.packing import FP8_MAX, WeightScales
+from quantize.lazy_modelopt import modelopt_module, quiet
+from quantize.packing import AMAX_OF_ZEROS, FP8_MAX, WeightScales
 
 Scheme = Literal["w4a4", "w4a16"]
 Algorithm = Literal["max", "mse", "local_hessian", "four_over_six"]
@@ -111,12 +109,20 @@ def calibrate(
     """Put modelopt's quantizers around the experts of `model` and let them watch `forward_loop`.
 
     Raises:
-        UserError: modelopt found no experts.
+        UserError: modelopt found no experts, or they saw a NaN or an infinity.
     """
-    with quiet():
-        import modelopt.torch.quantization as mtq
-
-        mtq.quantize(model, quantizer_config(scheme, algorithm, backend), forward_loop)
+    mtq = modelopt_module("quantization")
+    try:
+        with quiet():
+            mtq.quantize(model, quantizer_config(scheme, algorithm, backend), forward_loop)
+    except AssertionError as error:
+        if "values in amax" not in str(error):
+            raise
+        raise UserError(
+            "finite weights and inputs of every expert",
+            f"what modelopt says of them: {error}",
+            "look at the training run: this model computes no drafts",
+        ) from error
     if not any(True for _ in quantized_experts(model)):
         raise UserError(
             "fused experts that modelopt can wrap (num_experts, 3-D gate_up_proj and down_proj)",
@@ -142,20 +148,25 @@ def read_scales(experts: Any, scheme: Scheme) -> LayerScales:
     for projection in PROJECTIONS:
         weight = getattr(experts, projection)
         quantizers = getattr(experts, f"{projection}_weight_quantizers")
-        input_amax = None
-        if scheme == "w4a4":
-            found = getattr(experts, f"{projection}_input_quantizer").amax
-            if found is None or not 0 < found.float().item() < float("inf"):
-                raise UserError(
-                    f"an input_scale above 0 for {projection}",
-                    "no token that reached an expert" if found is None else f"{found.item()}",
-                    "calibrate with more tokens",
-                )
-            input_amax = found.float().item()
+        input_amax = _input_amax(experts, projection) if scheme == "w4a4" else None
         scales[projection] = ProjectionScales(
             weight=_weight_scales(list(quantizers), weight), input_amax=input_amax
         )
     return scales
+
+
+def _input_amax(experts: Any, projection: str) -> float:
+    found = getattr(experts, f"{projection}_input_quantizer").amax
+    amax = None if found is None else found.float().item()
+    if amax == 0 and projection == "down_proj" and not experts.gate_up_proj.any():
+        return AMAX_OF_ZEROS  # a layer of zeros: the inputs are 0 for every token
+    if amax is None or not 0 < amax < float("inf"):
+        raise UserError(
+            f"an input_scale above 0 for {projection}",
+            "no token that reached an expert" if amax is None else f"{amax}",
+            "calibrate with more tokens",
+        )
+    return amax
 
 
 def _weight_scales(quantizers: list[Any], weight: torch.Tensor) -> WeightScales:
@@ -169,11 +180,3 @@ def _weight_scales(quantizers: list[Any], weight: torch.Tensor) -> WeightScales:
         block_amax=blocks,
         scale_max=FOUR_OVER_SIX_MAX if four_over_six else FP8_MAX,
     )
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """modelopt prints to stdout, which is for `--json`, and warns of newer versions."""
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -13,8 +13,8 @@ import torch
 from graft.errors import UserError
 from graft.formats import NVFP4_BLOCK, dequantize_nvfp4, head_tensors
 from graft.manifest import HeadFolder
-from quantize.calibration import quiet
 from quantize.layerwise import layer_tensors
+from quantize.lazy_modelopt import modelopt_module
 from quantize.packing import FP4_MAX, FP8_MAX, SMALLEST_FP8
 
 MOST_NAMED = 5
@@ -120,9 +120,7 @@ def _with_modelopt(
     weight: torch.Tensor, scale_2: torch.Tensor, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Bytes, block scales, tensor scale, and float32 values that they mean, by modelopt."""
-    with quiet():
-        from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
-    kind: Any = NVFP4QTensor
+    kind = modelopt_module("quantization.qtensor.nvfp4_tensor").NVFP4QTensor
     tensor, scale, scale_2 = kind.quantize(weight.clone(), NVFP4_BLOCK, scale, scale_2)
     values = tensor.dequantize(
         dtype=torch.float32, scale=scale, double_scale=scale_2, block_sizes={-1: NVFP4_BLOCK}

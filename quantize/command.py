@@ -6,6 +6,7 @@ that fails the gate is not written: the BF16 one drafts better, and it exists al
 
 from __future__ import annotations
 
+import math
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from graft.errors import UserError
-from graft.formats import Form, dequantize_head
+from graft.formats import Form
 from graft.index import write_json
 from graft.manifest import HEAD_METADATA, HeadFolder, write_head
 from graft.reader import Checkpoint
@@ -35,7 +36,15 @@ from quantize.experts import (
     pack_head,
     producer,
 )
-from quantize.gate import GateFailed, Replay, drops_too_far, paired_difference, replay_head
+from quantize.gate import (
+    GateFailed,
+    Replay,
+    drops_too_far,
+    paired_difference,
+    replay_head,
+    require_evidence,
+)
+from quantize.head_source import require_plain_experts, require_space_for
 
 SCHEMA_VERSION = 2  # 2: difference, passed, scheme, coverage
 FORMS: dict[Scheme, Form] = {"w4a4": "nvfp4-modelopt", "w4a16": "nvfp4-modelopt-w4a16"}
@@ -44,12 +53,20 @@ MAX_DROP = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What was asked for. scheme: None matches the base."""
+    """What was asked for. scheme: None matches the base.
+
+    Raises:
+        UserError: a `max_drop` that is no number, with which no drop would be too large.
+    """
 
     scheme: Scheme | None = None
     algorithm: Algorithm = "max"
     max_drop: float = MAX_DROP
     qad_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.max_drop):
+            raise UserError("a number for --max-drop", "nan", "pass the drop that you can bear")
 
 
 def quantize(
@@ -82,42 +99,22 @@ def quantize(
 
     Raises:
         GateFailed: acceptance fell too far; nothing is written, and the BF16 head stays.
-        UserError: a head without routed experts or already quantized, or a base that it was not
-            trained on.
+        UserError: a head without routed experts or already quantized, a base that it was not
+            trained on, or held-out prompts that can prove nothing.
     """
     source, checkpoint = HeadFolder(head_folder), Checkpoint(base)
-    _require_plain_experts(source)
     with staged_folder(
         out, overwrite=overwrite, sources=[head_folder, base, data], mark=HEAD_METADATA
     ) as staging:
+        require_plain_experts(source)
         open_head(head_folder, checkpoint)
         require_tokenizer_of(data, base)
         scheme = settings.scheme or matching_scheme(checkpoint)
-        teacher = Teacher.load(base, device=device)
-        require_algorithm(settings.algorithm, teacher.device)
-        prompts = evaluation_prompts(
-            data,
-            num_prompts=recipe.eval.num_prompts,
-            max_prompt_tokens=recipe.eval.max_prompt_tokens,
-        )
-        num_steps, runtime = trained_for(source)
-        text = continue_prompts(teacher, prompts, recipe.eval.num_tokens, num_steps)
-        rows = calibration_rows(data, recipe.quantize.calibration_tokens)
-        job = _Job(teacher, text, num_steps, runtime, recipe, scheme, settings.algorithm, rows)
-        before = replay_head(teacher, source, text, num_steps, runtime)
-        result = job.attempt(source, staging, before)
+        require_space_for(source, FORMS[scheme], staging)
+        job = _prepare(source, checkpoint, data, recipe, scheme, settings.algorithm, device)
+        result = job.attempt(source, staging)
         if drops_too_far(result["difference"], settings.max_drop) and settings.qad_steps:
-            from quantize.qad import distil
-
-            with tempfile.TemporaryDirectory(dir=staging) as workspace:
-                trained = distil(
-                    source, checkpoint, teacher, data, rows, Path(workspace), recipe, text,
-                    before.metrics, scheme=scheme, num_steps=settings.qad_steps,
-                )  # fmt: skip
-                first = result
-                result = job.attempt(trained, staging, before)
-            result["qad"] = {"steps": settings.qad_steps, "after_without": first["after"],
-                             "difference_without": first["difference"]}  # fmt: skip
+            result = _distilled(job, source, staging, result, settings.qad_steps)
         result |= {
             "bytes_before": sum(info.nbytes for info in source.infos()),
             "max_drop": settings.max_drop,
@@ -128,12 +125,64 @@ def quantize(
     return result
 
 
-@dataclass(frozen=True)
+def _prepare(
+    source: HeadFolder,
+    checkpoint: Checkpoint,
+    data: Path,
+    recipe: Recipe,
+    scheme: Scheme,
+    algorithm: Algorithm,
+    device: str,
+) -> _Job:
+    """Load the base, let it continue the held-out prompts, and measure the BF16 head on them."""
+    teacher = Teacher.load(checkpoint.folder, device=device)
+    require_algorithm(algorithm, teacher.device)
+    prompts = evaluation_prompts(
+        data,
+        num_prompts=recipe.eval.num_prompts,
+        max_prompt_tokens=recipe.eval.max_prompt_tokens,
+    )
+    num_steps, runtime = trained_for(source)
+    text = continue_prompts(teacher, prompts, recipe.eval.num_tokens, num_steps)
+    before = replay_head(teacher, source, text, num_steps, runtime)
+    require_evidence(before)
+    return _Job(
+        checkpoint=checkpoint, teacher=teacher, data=data, text=text, before=before,
+        num_steps=num_steps, runtime=runtime, recipe=recipe, scheme=scheme, algorithm=algorithm,
+        rows=calibration_rows(data, recipe.quantize.calibration_tokens),
+    )  # fmt: skip
+
+
+def _distilled(
+    job: _Job, source: HeadFolder, staging: Path, first: dict[str, Any], num_steps: int
+) -> dict[str, Any]:
+    """Train the head with quantized experts, and try again; `first` is what it got without."""
+    from quantize.qad import distil
+
+    with tempfile.TemporaryDirectory(dir=staging) as workspace:
+        trained = distil(
+            source, job.checkpoint, job.teacher, job.data, job.rows, Path(workspace), job.recipe,
+            job.text, job.before.metrics, scheme=job.scheme, num_steps=num_steps,
+        )  # fmt: skip
+        result = job.attempt(trained, staging)
+    return result | {
+        "qad": {
+            "steps": num_steps,
+            "after_without": first["after"],
+            "difference_without": first["difference"],
+        }
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Job:
     """What all attempts at one head have in common."""
 
+    checkpoint: Checkpoint
     teacher: Teacher
+    data: Path
     text: Continuations
+    before: Replay
     num_steps: int
     runtime: Runtime
     recipe: Recipe
@@ -141,7 +190,7 @@ class _Job:
     algorithm: Algorithm
     rows: list[torch.Tensor]
 
-    def attempt(self, source: HeadFolder, folder: Path, before: Replay) -> dict[str, Any]:
+    def attempt(self, source: HeadFolder, folder: Path) -> dict[str, Any]:
         """Calibrate, pack, write into `folder`, check, and measure."""
         scales, coverage = calibrate_head(
             source, self.teacher, self.rows, self.scheme, self.algorithm,
@@ -169,52 +218,22 @@ class _Job:
             "schema_version": SCHEMA_VERSION,
             "scheme": self.scheme,
             "algorithm": self.algorithm,
-            "before": before.metrics,
+            "before": self.before.metrics,
             "after": after.metrics,
-            "difference": paired_difference(before.counts, after.counts),
+            "difference": paired_difference(self.before.counts, after.counts),
             "coverage": coverage,
             "checks": checks,
             "bytes_after": num_bytes,
         }
 
 
-def dequantize(head_folder: Path, out: Path, *, overwrite: bool = False) -> None:
-    """Write the BF16 twin of an NVFP4 head: for engines without NVFP4 kernels, as on a CPU.
-
-    Raises:
-        UserError: the head is not NVFP4.
-    """
-    source = HeadFolder(head_folder)
-    if not source.form.startswith("nvfp4"):
-        raise UserError(
-            "an NVFP4 head", f"form {source.metadata['form']!r}", "use it as it is: it is BF16"
-        )
-    with staged_folder(
-        out, overwrite=overwrite, sources=[head_folder], mark=HEAD_METADATA
-    ) as staging:
-        tensors = dequantize_head(source.load_all())
-        metadata = {**source.metadata, "form": "bf16-per-expert", "quantization": None}
-        write_head(staging, tensors, metadata)
-
-
 def _gate_failed(result: dict[str, Any], settings: Settings, head_folder: Path) -> GateFailed:
     difference = result["difference"]
-    low, high = (-value for value in reversed(difference["mean_accepted_interval"]))
-    found = f"{-difference['mean_accepted']:.4f} (95 % interval {low:.4f} to {high:.4f})"
+    low, high = (0 - value for value in reversed(difference["mean_accepted_interval"]))
+    found = f"{0 - difference['mean_accepted']:.4f} (95 % interval {low:.4f} to {high:.4f})"
     action = f"serve {head_folder} in BF16"
     if not settings.qad_steps:
         action += ", or pass --qad N to distil it with quantized experts"
     return GateFailed(
         f"a drop of at most {settings.max_drop} mean accepted", found, action, result=result
     )
-
-
-def _require_plain_experts(source: HeadFolder) -> None:
-    if not source.form.startswith("bf16"):
-        raise UserError(
-            "a BF16 head", f"form {source.metadata['form']!r}", "quantize the head it was made from"
-        )
-    if not any(".mlp.experts." in name for name in source.names):
-        raise UserError(
-            "a head with routed experts", "a dense head", "graft it in BF16: it is small already"
-        )

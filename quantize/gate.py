@@ -25,6 +25,8 @@ from quantize.layerwise import load_layer, visits
 
 NUM_RESAMPLES, SEED, CONFIDENCE = 2000, 0, 0.95
 CHUNK = 512  # positions whose logits are held at once
+MIN_PROMPTS = 2
+"""One prompt resampled is always itself: an interval without width, which would prove any drop."""
 
 
 class GateFailed(UserError):
@@ -68,6 +70,21 @@ def replay_head(
             drafts[row] += [_argmax(output[0], lm_head) for output in outputs]
     counts = [text.replay(number, draft) for number, draft in enumerate(drafts)]
     return Replay(counts=counts, metrics=summarise(text, counts, num_steps, runtime))
+
+
+def require_evidence(before: Replay) -> None:
+    """Refuse to judge by text on which nothing, or only one prompt, was drafted.
+
+    Raises:
+        UserError: too few prompts with a draft.
+    """
+    drafted = sum(counts.num_drafts > 0 for counts in before.counts)
+    if drafted < MIN_PROMPTS:
+        raise UserError(
+            f"drafts after at least {MIN_PROMPTS} held-out prompts, to compare both heads on",
+            f"{drafted} of {len(before.counts)} prompts with a draft",
+            "prepare more held-out data, or raise num_prompts and num_tokens under [eval]",
+        )
 
 
 def _argmax(states: torch.Tensor, lm_head: torch.Tensor) -> list[int]:

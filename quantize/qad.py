@@ -33,7 +33,8 @@ from mtp.run_folder import open_run
 from mtp.schedule import StepBatches
 from mtp.teacher import Teacher
 from mtp.train import Setup, TrainState, optimize
-from quantize.calibration import Scheme, calibrate, quiet
+from quantize.calibration import Scheme, calibrate
+from quantize.lazy_modelopt import modelopt_module
 from quantize.packing import fake_quantize
 
 BACKEND = "mtp-graft-nvfp4"
@@ -148,16 +149,12 @@ def _backend(device: torch.device) -> Iterator[str | None]:
     if device.type == "cuda":
         yield None
         return
-    with quiet():
-        from modelopt.torch.quantization.nn import (
-            register_quant_backend,
-            unregister_quant_backend,
-        )
-    register_quant_backend(BACKEND, _straight_through)
+    quantizers = modelopt_module("quantization.nn")
+    quantizers.register_quant_backend(BACKEND, _straight_through)
     try:
         yield BACKEND
     finally:
-        unregister_quant_backend(BACKEND)
+        quantizers.unregister_quant_backend(BACKEND)
 
 
 def _straight_through(inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:

@@ -166,6 +166,12 @@ def _input_amax(module: str, input_amax: Mapping[str, float]) -> float | None:
 @lru_cache(maxsize=1)  # its parts are written one after the other
 def _packed(matrix: ExpertMatrix) -> dict[str, bytes]:
     amax = torch.stack([_largest(info) for info in matrix.scaled_with]).amax().reshape(1)
+    if not amax.isfinite():
+        raise UserError(
+            f"finite values in the experts of {matrix.module}",
+            "NaN or infinity",
+            "use a whole base",
+        )
     packed = pack(_load(matrix.info)[None], WeightScales(amax=amax))
     parts = {
         part: getattr(packed, part)[0].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -15,10 +15,11 @@ from mtp import __version__
 from mtp.cli.checkpoint import graft_command, probe_command, verify_command
 from mtp.cli.data import data_app
 from mtp.cli.extract import head_app
-from mtp.cli.head import eval_command, quantize_command, train_command
+from mtp.cli.head import eval_command, train_command
 from mtp.cli.inspect import inspect_command
 from mtp.cli.nano import nano_app
 from mtp.cli.plot import plot_command
+from mtp.cli.quantize import quantize_command
 from mtp.cli.release import release_app
 from mtp.cli.ungraft import ungraft_command
 

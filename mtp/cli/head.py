@@ -1,4 +1,4 @@
-"""`mtp train`, `mtp eval`, `mtp quantize`: from data to a measured head."""
+"""`mtp train`, `mtp eval`: from data to a measured head."""
 
 from __future__ import annotations
 
@@ -23,14 +23,6 @@ from mtp.cli.options import (
 )
 
 DEFAULT_RECIPE = Path("recipe.toml")
-QUANTIZED_HEAD = Path("head-nvfp4")
-
-
-class SchemeName(StrEnum):
-    """Weights and activations in FP4, or weights alone."""
-
-    w4a4 = "w4a4"
-    w4a16 = "w4a16"
 
 
 class DraftKind(StrEnum):
@@ -38,15 +30,6 @@ class DraftKind(StrEnum):
 
     mtp = "mtp"
     dspark = "dspark"
-
-
-class AlgorithmName(StrEnum):
-    """The algorithms of `quantize.calibration`, as the command line needs them."""
-
-    max = "max"
-    mse = "mse"
-    local_hessian = "local_hessian"
-    four_over_six = "four_over_six"
 
 
 def train_command(
@@ -154,83 +137,3 @@ def eval_command(
     )
     rows = [("all", metrics), *metrics["by_category"].items()]
     emit(metrics, as_json, report, acceptance_table(rows, f"{head}, predicted, {runtime.value}"))
-
-
-def quantize_command(
-    head: Head = Path("head"),
-    base: Annotated[Path | None, typer.Option(help="The base; its states calibrate.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder of `mtp data prepare`.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder to write.")] = QUANTIZED_HEAD,
-    dequantize: Annotated[bool, typer.Option("--dequantize", help="NVFP4 head to BF16.")] = False,
-    trunk: Annotated[
-        bool, typer.Option("--trunk", help="Quantize the base's experts, not a head's.")
-    ] = False,
-    scheme: Annotated[
-        SchemeName | None, typer.Option(help="Default: as the base's experts, else w4a4.")
-    ] = None,
-    algorithm: Annotated[
-        AlgorithmName, typer.Option(help="How block scales are chosen; only max without CUDA.")
-    ] = AlgorithmName.max,
-    max_drop: Annotated[
-        float, typer.Option(help="Fail when mean accepted provably falls by more.")
-    ] = 0.01,
-    qad: Annotated[
-        int, typer.Option(min=0, help="If that fails, distil so many steps and try again.")
-    ] = 0,
-    recipe: RecipeFile = None,
-    device: Device = "auto",
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
-    report: Report = None,
-) -> None:
-    """Quantize a head's routed experts to NVFP4, with acceptance before and after.
-
-    Example: mtp quantize --head head --base base --data data --out head-nvfp4
-    """
-    from mtp.recipe import load_recipe
-    from mtp.tables import acceptance_table
-    from quantize import command
-    from quantize.gate import GateFailed
-
-    if trunk:
-        from quantize.trunk import quantize_trunk
-
-        if base is None or out == QUANTIZED_HEAD:
-            raise typer.BadParameter("--trunk needs --base and --out")
-        result = quantize_trunk(
-            base, out, data=data, scheme=scheme.value if scheme else None,
-            calibration_tokens=load_recipe(recipe).quantize.calibration_tokens,
-            device=device, overwrite=overwrite,
-        )  # fmt: skip
-        sizes = f"{result['bytes_before']} -> {result['bytes_after']} bytes"
-        emit(result, as_json, report, f"{out}: {result['num_matrices']} matrices, {sizes}")
-        return
-    if dequantize:
-        command.dequantize(head, out, overwrite=overwrite)
-        print(f"{out}: BF16 twin of {head}")
-        return
-    if base is None or data is None:
-        raise typer.BadParameter("--base and --data are needed to calibrate and to measure")
-    settings = command.Settings(
-        scheme=scheme.value if scheme else None,
-        algorithm=algorithm.value,
-        max_drop=max_drop,
-        qad_steps=qad,
-    )
-    failed = None
-    try:
-        result = command.quantize(
-            head, base, data, out, load_recipe(recipe), settings, device=device, overwrite=overwrite
-        )
-    except GateFailed as error:
-        failed, result = error, error.result
-    difference = result["difference"]
-    low, high = difference["mean_accepted_interval"]
-    title = (
-        f"{out}: {result['bytes_before']} -> {result['bytes_after']} bytes, mean accepted "
-        f"{difference['mean_accepted']:+.4f} ({low:+.4f} to {high:+.4f})"
-    )
-    rows = [("BF16", result["before"]), ("NVFP4 experts", result["after"])]
-    emit(result, as_json, report, acceptance_table(rows, title))
-    if failed is not None:
-        raise failed

@@ -17,10 +17,10 @@ from mtp.data.prompts import Prompt
 from mtp.head import head_from_base, load_head, save_head
 from mtp.teacher import Teacher
 from quantize.calibration import quantizer_config, require_algorithm
-from quantize.command import dequantize
 from quantize.experts import calibrate_head, matching_scheme, pack_head
 from quantize.gate import replay_head
 from quantize.layerwise import load_layer, visits
+from quantize.twin import dequantize
 
 ROWS = torch.randint(0, 64, (4, 1, 32), generator=torch.Generator().manual_seed(1)).unbind(0)
 
