@@ -7,8 +7,6 @@ recipes that were run, with what they gave and on which hardware.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import tomllib
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +16,7 @@ from typing import Any
 from graft.errors import UserError
 from mtp.dspark.recipe import DSparkRecipe
 from mtp.recipe_text import override
+from mtp.recipe_values import build, read_toml
 
 Runtime = typing.Literal["routed", "stock", "both"]
 
@@ -173,6 +172,14 @@ class TrainRecipe:
     keep_checkpoints: int = 1
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if self.min_learning_rate > self.learning_rate:
+            raise UserError(
+                f"train.min_learning_rate of at most train.learning_rate, {self.learning_rate:g}",
+                f"{self.min_learning_rate:g}",
+                "correct the recipe",
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherRecipe:
@@ -248,6 +255,16 @@ class Recipe:
     eval: EvalRecipe = field(default_factory=EvalRecipe)
     quantize: QuantizeRecipe = field(default_factory=QuantizeRecipe)
 
+    def __post_init__(self) -> None:
+        train, num_layers = self.train, self.head.num_layers
+        if train.draft == "mtp" and train.runtime != "stock" and self.num_steps < num_layers:
+            raise UserError(
+                f"train.num_speculative_tokens of at least head.num_layers, {num_layers}: routed, "
+                "each step has a layer, and the others would not be trained",
+                f"{train.num_speculative_tokens}",
+                f"set head.num_layers = {train.num_speculative_tokens}",
+            )
+
     @property
     def num_steps(self) -> int:
         """Tokens that one round drafts, as it is served and measured."""
@@ -261,19 +278,11 @@ class Recipe:
 
     def as_record(self) -> dict[str, Any]:
         """The recipe as it is recorded with a run and a head: without the places of a teacher's
-        states, which may move, and which a published head has no business telling."""
+        states and of an earlier head, which may move, and which a published head has no business
+        telling."""
         record = dataclasses.asdict(self)
+        record["head"]["warm_start"] = Path(self.head.warm_start).name
         return record | {"teacher": {"kind": self.teacher.kind}}
-
-
-# Numbers that must be above 0; the others must not be below it.
-ABOVE_ZERO = {
-    "num_layers", "num_hidden_layers", "hidden_size", "tokens_per_batch", "learning_rate",
-    "position_decay", "max_gradient_norm", "num_prompts", "max_prompt_tokens", "num_tokens",
-    "rows_per_step", "row_length", "full_attention_interval", "calibration_tokens", "temperature",
-    "until", "probe_every", "favourites", "max_repeats", "keep_checkpoints", "block_size",
-    "draft_vocab_size", "sliding_window", "markov_rank", "decay",
-}  # fmt: skip
 
 
 # What a draft changes in the defaults of other tables.
@@ -293,13 +302,13 @@ def load_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         UserError: no such file, not TOML, an unknown key, or a value of the wrong type.
     """
-    values = {} if path is None else _read(path)
+    values = {} if path is None else read_toml(path)
     where = str(path or "the recipe")
     for assignment in overrides:
         override(values, assignment)
         where += f" with --set {assignment}"
     _set_draft_defaults(values)
-    return typing.cast(Recipe, _build(Recipe, values, where))
+    return typing.cast(Recipe, build(Recipe, values, where))
 
 
 def _set_draft_defaults(values: dict[str, Any]) -> None:
@@ -309,69 +318,3 @@ def _set_draft_defaults(values: dict[str, Any]) -> None:
     for table, defaults in DRAFT_DEFAULTS.get(str(draft), {}).items():
         for key, value in defaults.items():
             values[table].setdefault(key, value)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise UserError(
-            "a recipe file", f"{path}: {error.strerror}", "name one in recipes/"
-        ) from error
-    except tomllib.TOMLDecodeError as error:
-        raise UserError("a recipe in TOML", f"{path}: {error}", "correct that line") from error
-
-
-def _build(cls: type, values: dict[str, Any], where: str) -> Any:
-    """A dataclass from a TOML table."""
-    types = typing.get_type_hints(cls)
-    for name in values:
-        if name not in types:
-            raise UserError(
-                _nearest(name, list(types), "key"), f"{name} in {where}", "correct the recipe"
-            )
-    return cls(**{name: _value(types[name], value, name, where) for name, value in values.items()})
-
-
-def _nearest(name: str, known: list[str], kind: str) -> str:
-    """What was expected: the known name that is most like `name`, or all of them."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"{kind} {close[0]}" if close else f"a {kind} of {', '.join(known)}"
-
-
-def _value(wanted: Any, value: Any, name: str, where: str) -> Any:
-    """`value` as the type `wanted` that a field of a recipe has."""
-    origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
-    if dataclasses.is_dataclass(wanted):
-        if not isinstance(value, dict):
-            raise UserError(f"a table [{name}]", f"{value!r} in {where}", "correct the recipe")
-        return _build(typing.cast(type, wanted), value, f"{where} [{name}]")
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise UserError(f"{name} as a list", f"{value!r} in {where}", "correct the recipe")
-        return tuple(_value(inner[0], item, name, where) for item in value)
-    if origin is dict:
-        if not isinstance(value, dict):
-            raise UserError(f"a table [{name}]", f"{value!r} in {where}", "correct the recipe")
-        return {
-            key: _value(inner[1], item, key, f"{where} [{name}]") for key, item in value.items()
-        }
-    if origin is typing.Literal:
-        if value not in inner:
-            expected = _nearest(str(value), list(inner), name)
-            raise UserError(expected, f"{value!r} in {where}", "correct the recipe")
-        return value
-    if wanted is float and type(value) is int:
-        value = float(value)
-    if type(value) is not wanted:
-        raise UserError(
-            f"{name} of type {wanted.__name__}", f"{value!r} in {where}", "correct the recipe"
-        )
-    low = isinstance(value, int | float) and (value < 0 or (not value and name in ABOVE_ZERO))
-    if low or value != value:
-        raise UserError(
-            f"{name} {'above 0' if name in ABOVE_ZERO else 'of 0 or more'}",
-            f"{value!r} in {where}",
-            "correct the recipe",
-        )
-    return value

@@ -47,7 +47,8 @@ def dump_recipe(recipe: Any) -> str:
 
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{_toml(k)} = {_toml(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
-    return json.dumps(value)
+    # Not as \\u escapes: TOML has no surrogate pairs. The one other difference is DEL.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -47,6 +47,12 @@ def test_recipe_loads(path):
             "rising",
         ),
         ("[[loss.schedule]]\ne2etv = 1\n", "key e2e_tv"),
+        ("[train]\nlr = 1\n", "key learning_rate"),
+        ("[train]\nlearning_rate = inf\n", "learning_rate, a number above 0"),
+        ("[loss]\nkl = inf\n", "kl, a number of 0 or more"),
+        ("[train]\nseed = 99999999999999999999\n", "seed"),
+        ("[train]\nmin_learning_rate = 1\n", "min_learning_rate of at most"),
+        ("[train]\nnum_speculative_tokens = 2\n", "at least head.num_layers, 4"),
     ],
 )
 def test_wrong_recipe_is_refused_by_name(tmp_path, text, named):
@@ -54,6 +60,25 @@ def test_wrong_recipe_is_refused_by_name(tmp_path, text, named):
     path.write_text(text)
     with pytest.raises(UserError, match=named):
         load_recipe(path)
+
+
+def test_a_file_of_no_text_is_no_recipe(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="a recipe in TOML"):
+        load_recipe(path)
+
+
+def test_a_stock_head_may_draft_fewer_tokens_than_it_has_layers():
+    """Only its first layer runs, and is repeated. A DSpark draft does not read these keys."""
+    for settings in (["train.runtime=stock"], ["train.draft=dspark"]):
+        load_recipe(None, [*settings, "train.num_speculative_tokens=2"])
+
+
+def test_a_recorded_recipe_names_an_earlier_head_and_not_its_place():
+    recorded = load_recipe(None, ["head.warm_start=/home/me/heads/v1"]).as_record()
+    assert recorded["head"]["warm_start"] == "v1"
+    assert load_recipe(None).as_record()["head"]["warm_start"] == "auto"
 
 
 def test_missing_recipe_is_refused(tmp_path):

@@ -15,7 +15,7 @@ FULL = Recipe(
         kl=0.0,
         tv=0.5,
         position_weights=(1.0, 0.25),
-        category_weights={"agent": 2.0, 'a "quoted" one': 0.5},
+        category_weights={"agent": 2.0, 'a "quoted" one': 0.5, "😀\x7f": 1.0},
         schedule=(LossStage(kl=1.0, until=0.5), LossStage(e2e_tv=1.0)),
     )
 )
