@@ -19,6 +19,7 @@ from graft.formats import FORMS, Form, describe_quantization
 from graft.index import is_file_name, read_json, write_json
 from graft.layout import MAX_HEAD_LAYERS, base_tensor_names, is_tied
 from graft.reader import HEAD_PREFIX, Checkpoint, TensorStore
+from graft.tensor_file import save_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -145,8 +146,6 @@ def write_head(
         UserError: a disk that is full, or fails.
     """
     import torch
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
 
     if problem := _metadata_problem(metadata):
         raise ValueError(problem)
@@ -156,14 +155,7 @@ def write_head(
     # Clones, because safetensors refuses tensors that share storage (split experts do).
     own = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
            for name, tensor in tensors.items()}  # fmt: skip
-    try:
-        save_file(own, folder / HEAD_WEIGHTS, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise UserError(
-            f"{folder / HEAD_WEIGHTS} written",
-            str(error),
-            "free some space, or choose another --out",
-        ) from error
+    save_tensors(own, folder / HEAD_WEIGHTS)
     write_json(folder / HEAD_METADATA, metadata)
 
 

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
+from graft.errors import UserError
 from graft.manifest import HeadFolder
 from graft.reader import Checkpoint
 from mtp.data.prompts import Prompt, evaluation_prompts
@@ -237,12 +238,22 @@ def measure(
 def summarise(
     text: Continuations, counts: Sequence[AcceptanceCounts], num_steps: int, runtime: Runtime
 ) -> dict[str, Any]:
-    """The metrics of `measure` from the counters of each prompt."""
+    """The metrics of `measure` from the counters of each prompt.
+
+    Raises:
+        UserError: not one draft was made, so that every head would be as good.
+    """
     total = AcceptanceCounts(num_steps)
     by_category: dict[str, AcceptanceCounts] = {}
     for prompt, counted in zip(text.prompts, counts, strict=True):
         total.merge(counted)
         by_category.setdefault(prompt.category, AcceptanceCounts(num_steps)).merge(counted)
+    if not total.num_drafts:
+        raise UserError(
+            "a prompt that the base continues by more than one token",
+            f"none of {len(text.prompts)}, with eval.num_tokens = {text.num_tokens}",
+            "raise eval.num_tokens, or hold out other conversations",
+        )
     return {
         "schema_version": SCHEMA_VERSION,
         "num_prompts": len(text.prompts),

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from graft.errors import UserError
 from graft.index import read_json, write_json
 from graft.staging import staged_folder
+from graft.tensor_file import save_tensors
 from mtp.parallel import copy_into, split_like, whole
 
 SCHEMA_VERSION = 1
@@ -65,7 +65,7 @@ def save_checkpoint(
 
         def flush() -> None:
             name = f"state-{len(shards) + 1:05d}.safetensors"
-            save_file(pending, staging / name)
+            save_tensors(pending, staging / name)
             shards[name] = (staging / name).stat().st_size
             pending.clear()
 
@@ -106,7 +106,7 @@ def load_checkpoint(
     """Set the parameters of `module` and the states of `optimizers` to those of a checkpoint.
 
     Raises:
-        UserError: tensors of another draft.
+        UserError: tensors of another draft, or a shard that is none.
     """
     parameters = dict(module.named_parameters())
     places = {
@@ -116,20 +116,17 @@ def load_checkpoint(
     }
     states: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in optimizers]
     missing = {name for name in parameters if name in places or parameters[name].requires_grad}
-    for shard in sorted(folder.glob("*.safetensors")):
-        with safe_open(shard, "pt") as file:
-            for key in file.keys():  # noqa: SIM118 (not a dict)
-                kind, _, name = key.partition("/")
-                target = parameters.get(name)
-                tensor = file.get_tensor(key)
-                if target is None or (tensor.dim() and tensor.shape != target.shape):
-                    raise UserError(f"tensors of this draft in {shard}", key, "start a new run")
-                if kind == "weight":
-                    copy_into(target, tensor)
-                    missing.discard(name)
-                else:
-                    number, index = places[name]
-                    states[number].setdefault(index, {})[kind] = split_like(tensor, target)
+    for key, tensor in _stored(folder):
+        kind, _, name = key.partition("/")
+        target = parameters.get(name)
+        if target is None or (tensor.dim() and tensor.shape != target.shape):
+            raise UserError(f"tensors of this draft in {folder}", key, "start a new run")
+        if kind == "weight":
+            copy_into(target, tensor)
+            missing.discard(name)
+        else:
+            number, index = places[name]
+            states[number].setdefault(index, {})[kind] = split_like(tensor, target)
     if missing:
         raise UserError(
             f"every weight in {folder}", f"no {', '.join(sorted(missing))}", "start a new run"
@@ -137,6 +134,21 @@ def load_checkpoint(
     for optimizer, values in zip(optimizers, states, strict=True):
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": values, "param_groups": groups})
+
+
+def _stored(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a checkpoint, one at a time."""
+    for shard in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(shard, "pt") as file:
+                for key in file.keys():  # noqa: SIM118 (not a dict)
+                    yield key, file.get_tensor(key)
+        except SafetensorError as error:
+            raise UserError(
+                f"a whole checkpoint in {folder}",
+                f"{shard.name}: {error}",
+                "remove that folder and resume again",
+            ) from error
 
 
 def disk_bytes(module: nn.Module, num_checkpoints: int) -> int:

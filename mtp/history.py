@@ -26,11 +26,15 @@ def read_history(path: Path) -> list[dict[str, Any]]:
     action = "name the folder of a run or of a head that this version trained"
     try:
         lines = path.read_text().split("\n")
-        header, *records = [json.loads(line) for line in lines[:-1]]
+        header, *records = [json.loads(line) for line in lines[:-1]] or [None]
     except (OSError, ValueError) as error:
         raise UserError(expected, str(error), action) from error
     if not isinstance(header, dict) or header.get("schema_version") != HISTORY_SCHEMA:
         raise UserError(expected, str(header)[:80], action)
+    for number, record in enumerate(records, 1):
+        if not isinstance(record, dict) or record.get("step") != number or "loss" not in record:
+            raise UserError(f"step {number} and its loss on line {number + 1} of {path}",
+                            str(record)[:80], "restore it, or start a new run")  # fmt: skip
     return records
 
 

@@ -20,8 +20,11 @@ def plot_run(folder: Path, out: Path | None = None) -> Path:
         The picture's path.
 
     Raises:
-        UserError: no history, one without a step, or matplotlib is not installed.
+        UserError: `out` is no PNG, no history, one without a step, or matplotlib is not installed.
     """
+    out = out or folder / "curves.png"
+    if out.suffix.lower() != ".png":
+        raise UserError("a picture's name that ends in .png", f"{out}", "choose another --out")
     records = read_history(folder / HISTORY)
     if not records:
         raise UserError(f"a step in {folder / HISTORY}", "none", "train first")
@@ -41,7 +44,6 @@ def plot_run(folder: Path, out: Path | None = None) -> Path:
         axes.grid(alpha=0.3)
         if curves and curves[0][0]:
             axes.legend()
-    out = out or folder / "curves.png"
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=120)
     return out

@@ -85,14 +85,14 @@ class RunFolder:
 
     def prune(self, keep: int) -> None:
         """Remove all but the newest `keep` checkpoints, and heads that none of these counts as
-        its best; also what a killed run left half written."""
+        its best; also what a killed run left half written or half removed."""
         kept = self.checkpoints()[-max(keep, 1) :]
         best = {(read_state(path).get("best") or {}).get("step") for path in kept}
         wanted = {*kept, *(self.best(step) for step in best if step is not None)}
         for folder in (self.path / CHECKPOINTS, self.path / BEST):
             for path in folder.iterdir():
                 if path not in wanted:
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                    _remove(path)
 
     def newest_state(self) -> dict[str, Any]:
         """The state in the newest checkpoint, or nothing."""
@@ -111,9 +111,10 @@ class RunFolder:
 
     def close(self) -> None:
         """The run is over: what it needed to go on is removed, its log stays."""
+        # Said first: a run killed in between must not start again for want of checkpoints.
+        _write_identity(self.path, read_json(self.path / IDENTITY) | {"finished": True})
         for name in (CHECKPOINTS, BEST):
             shutil.rmtree(self.path / name)
-        write_json(self.path / IDENTITY, read_json(self.path / IDENTITY) | {"finished": True})
 
 
 def run_path(out: Path) -> Path:
@@ -128,20 +129,22 @@ def check_run(path: Path, *, resume: bool, overwrite: bool) -> None:
         UserError: checkpoints are there and neither resume nor overwrite was asked for, or resume
             was and the run has finished; or the folder is no run's, and would be emptied.
     """
-    strangers = [item.name for item in path.iterdir() if item.name != LOCK] if path.is_dir() else []
+    own = (LOCK, f".{IDENTITY}")
+    strangers = [p.name for p in path.iterdir() if p.name not in own] if path.is_dir() else []
     if strangers and not (path / IDENTITY).is_file():
         raise UserError(
             f"a run's folder at {path} (with {IDENTITY}), or none",
             f"{', '.join(sorted(strangers)[:3])}",
             "choose another --out, or remove that folder yourself",
         )
-    if RunFolder(path).checkpoints() and not resume and not overwrite:
+    finished = (path / IDENTITY).is_file() and read_json(path / IDENTITY).get("finished")
+    if RunFolder(path).checkpoints() and not (finished or resume or overwrite):
         raise UserError(
             "no unfinished run",
             f"{path}",
             "pass --resume to go on with it, or --overwrite to start again",
         )
-    if resume and (path / IDENTITY).exists() and read_json(path / IDENTITY).get("finished"):
+    if resume and finished:
         raise UserError(
             "an unfinished run to resume",
             f"{path}, which has finished",
@@ -181,11 +184,18 @@ def open_run(
         else:
             _empty(path)
         # First, since it tells this folder from somebody else's.
-        write_json(path / IDENTITY, {"schema_version": SCHEMA_VERSION, **identity})
+        _write_identity(path, {"schema_version": SCHEMA_VERSION, **identity})
         (path / CHECKPOINTS).mkdir(exist_ok=True)
         (path / BEST).mkdir(exist_ok=True)
-        (path / RECIPE).write_text(recipe_text)
+        (path / RECIPE).write_text(recipe_text, encoding="utf-8")
         yield run
+
+
+def _write_identity(path: Path, identity: Mapping[str, Any]) -> None:
+    """In one step: without this file, a run with checkpoints could not go on."""
+    staging = path / f".{IDENTITY}"
+    write_json(staging, identity)
+    staging.replace(path / IDENTITY)
 
 
 def _require_same(found: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
@@ -212,11 +222,19 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _remove(path: Path) -> None:
+    """Remove a file or a folder, which loses its name first: a kill leaves no half of one."""
+    if path.is_dir() and not path.is_symlink():
+        hidden = path.with_name(f".removed.{path.name}")
+        shutil.rmtree(hidden, ignore_errors=True)  # of an earlier kill
+        path.rename(hidden)
+        shutil.rmtree(hidden)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _empty(path: Path) -> None:
     for item in path.iterdir():
         if item.name in (LOCK, IDENTITY):
             continue
-        if item.is_dir() and not item.is_symlink():
-            shutil.rmtree(item)
-        else:
-            item.unlink()
+        _remove(item)

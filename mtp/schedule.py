@@ -40,7 +40,7 @@ class StepBatches:
             of a short row's chain runs.
 
     Raises:
-        UserError: no rows, or one that is longer than a budget.
+        UserError: no rows, one that is longer than a budget, or all too short for the last layer.
     """
 
     def __init__(
@@ -59,6 +59,13 @@ class StepBatches:
         self._epoch, self._first_step = 0, 0
         if not len(self._lengths):
             raise UserError("training rows", "none", "prepare more data")
+        if self._true_lengths.max() < min_length:
+            raise UserError(
+                f"a training row of at least {min_length} tokens, which the last speculative step "
+                "needs to learn anything",
+                f"none longer than {self._true_lengths.max()}",
+                "train fewer layers, or prepare longer rows",
+            )
         for key in ("tokens_per_batch", "micro_batch_tokens"):
             budget = getattr(settings, key)
             if budget and budget < self._lengths.max():

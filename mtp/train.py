@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from graft.errors import UserError
-from graft.manifest import base_fingerprint
 from graft.reader import Checkpoint
 from graft.staging import check_output, staged_folder
 from mtp import __version__
@@ -40,6 +39,7 @@ from mtp.draft import Draft
 from mtp.drafts import DRAFTS
 from mtp.held_out import held_out_text
 from mtp.history import HISTORY, flat_numbers, read_history
+from mtp.losses import require_categories
 from mtp.optimizer import build_optimizers, set_learning_rate
 from mtp.parallel import (
     agreed,
@@ -61,6 +61,7 @@ from mtp.recipe_text import dump_recipe
 from mtp.run_folder import check_run, open_run, run_path
 from mtp.schedule import StepBatches, learning_rate_factor
 from mtp.teacher import open_source
+from mtp.teacher.identity import base_identity
 from mtp.train_state import Setup, TrainState
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ def train(
     checkpoint.require_supported()
     require_tokenizer_of(data, base)
     rows = load_prepared(data)["train"]
+    require_categories(recipe.loss.category_weights, rows.unique("category"))
     accelerator, draft = start(
         checkpoint, data, recipe, local_device(device), tracker, run_path(out)
     )
@@ -123,7 +125,7 @@ def train(
     identity = {
         "draft": draft.name,
         "recipe": recipe.as_record(),
-        "base": base_fingerprint(checkpoint),
+        "base": base_identity(checkpoint),
         "data": rows_digest(data),
     }
     text, is_main = dump_recipe(recipe), accelerator.is_main_process

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from graft.errors import UserError
 from graft.index import read_json, write_json
 from graft.manifest import base_fingerprint, fingerprint_differences
 from graft.reader import Checkpoint
+from graft.tensor_file import save_tensors
 from mtp.dspark.config import DSparkConfig
 from mtp.dspark.config_json import from_json, to_json
 from mtp.dspark.model import DSparkModel
@@ -63,7 +64,7 @@ def save_draft(
     tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in weights.items()}
     if config.has_draft_vocabulary:
         tensors |= {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    save_tensors(tensors, folder / WEIGHTS)
     metadata = {
         "schema_version": SCHEMA_VERSION, "kind": "dspark", "base_fingerprint": dict(fingerprint),
         "provenance": dict(provenance), "acceptance": acceptance and dict(acceptance),

@@ -19,7 +19,12 @@ of hidden size 2048, u is 8.3 TFLOP. The price is one more [K, N, H] tensor for 
 
 from mtp.losses.align import AlignedTargets, align
 from mtp.losses.fused import FusedLoss, chunked_loss
-from mtp.losses.objective import category_weights, objective_at, position_weights
+from mtp.losses.objective import (
+    category_weights,
+    objective_at,
+    position_weights,
+    require_categories,
+)
 from mtp.losses.terms import Objective
 
 __all__ = [
@@ -31,4 +36,5 @@ __all__ = [
     "chunked_loss",
     "objective_at",
     "position_weights",
+    "require_categories",
 ]

@@ -49,6 +49,31 @@ def position_weights(recipe: LossRecipe, num_steps: int) -> torch.Tensor:
     return weights / weights.sum()
 
 
+def require_categories(weights: Mapping[str, float], categories: Sequence[str]) -> None:
+    """Refuse weights of categories that no training row has, and those that leave nothing to learn.
+
+    Args:
+        weights: of the recipe.
+        categories: those of the training rows, each once.
+
+    Raises:
+        UserError: a category that is not there, or a weight of 0 for all that are.
+    """
+    there = ", ".join(sorted(categories))
+    if unknown := sorted(weights.keys() - set(categories)):
+        raise UserError(
+            f"category_weights of the training rows' categories: {there}",
+            ", ".join(unknown),
+            "correct the recipe, or prepare data that has them",
+        )
+    if all(weights.get(category, 1.0) == 0 for category in categories):
+        raise UserError(
+            f"a category weight above 0 among those of the training rows: {there}",
+            "0 for each",
+            "correct the recipe",
+        )
+
+
 def category_weights(weights: Mapping[str, float], categories: Sequence[str]) -> torch.Tensor:
     """[B]: the weight of each row's category; 1 for those that the recipe does not name."""
     return torch.tensor([weights.get(category, 1.0) for category in categories])

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from graft.errors import UserError
 from graft.index import read_json
+from graft.tensor_file import save_tensors
 
 SCHEMA_VERSION = 1
 INDEX = "cache.json"
@@ -74,7 +74,7 @@ def save_aside(
     """Write a file that appears under its name only once it is complete and on disk."""
     path.parent.mkdir(exist_ok=True)
     aside = path.with_suffix(".part")
-    save_file(tensors, aside, {"format": "pt", **(metadata or {})})
+    save_tensors(tensors, aside, metadata)
     with aside.open("rb") as file:
         os.fsync(file.fileno())
     aside.rename(path)

@@ -24,6 +24,7 @@ from mtp.teacher.identity import base_identity, data_identity, differences
 from mtp.teacher.source import BaseEnds, RowBatch, require_own_predictions
 
 _SHARDS_CHECKED = 8
+TENSORS = ("hidden", "input_ids", "checked", "checked_argmax", "checked_logprob")
 
 
 class CachedSource(BaseEnds):
@@ -117,10 +118,11 @@ class CachedSource(BaseEnds):
             path = shard_path(self._cache, self._split, number)
             header = read_header(path)
             tokens = int(self._layout.lengths[members].sum())
-            if "hidden" not in header or header["hidden"].shape != (tokens, width):
+            missing = [name for name in TENSORS if name not in header]
+            if missing or header["hidden"].shape != (tokens, width):
                 raise UserError(
-                    f"hidden states [{tokens}, {width}] in {path}",
-                    "others",
+                    f"hidden states [{tokens}, {width}] in {path}, and what they are checked by",
+                    f"no {', '.join(missing)}" if missing else "others",
                     "remove that file and run `mtp data cache` again",
                 )
         num_shards = len(self._layout.shards)

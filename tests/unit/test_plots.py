@@ -40,6 +40,9 @@ def test_a_picture_is_written(tmp_path):
 def test_what_cannot_be_drawn_is_named(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"history\.jsonl"):
         plot_run(tmp_path)
+    for other in ("curves.jpg", "."):
+        with pytest.raises(UserError, match=r"\.png"):
+            plot_run(write(tmp_path, RECORDS), tmp_path / other)
     with pytest.raises(UserError, match="train first"):
         plot_run(write(tmp_path, []))
     with pytest.raises(UserError, match="schema"):

@@ -123,6 +123,13 @@ def test_a_row_longer_than_a_budget_is_refused(rows, key):
         StepBatches(rows, TrainRecipe(**{key: 20}))
 
 
+def test_rows_that_are_all_too_short_for_the_last_layer_are_refused(rows):
+    longest = max(map(len, rows["input_ids"]))
+    StepBatches(rows, TrainRecipe(), min_length=longest)
+    with pytest.raises(UserError, match=f"a training row of at least {longest + 1} tokens"):
+        StepBatches(rows, TrainRecipe(), min_length=longest + 1)
+
+
 def test_spare_micro_batches_supervise_nothing(rows):
     recipe = TrainRecipe(tokens_per_batch=200, micro_batch_tokens=100)
     shared = [StepBatches(rows, recipe, num_processes=3, process=p) for p in range(3)]

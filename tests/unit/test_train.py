@@ -233,6 +233,25 @@ def test_a_run_is_neither_lost_nor_resumed_on_other_data_nor_resumed_twice(place
         train(base, data, tmp_path / "head", free, resume=True, overwrite=True)
 
 
+@pytest.mark.parametrize(
+    ("weights", "named"),
+    [({"cod": 2.0}, "categories: chat; found cod"), ({"chat": 0.0}, "found 0 for each")],
+)
+def test_category_weights_that_reach_no_row_are_refused(place, tmp_path, weights, named):
+    recipe = tiny_recipe(steps=1)
+    loss = dataclasses.replace(recipe.loss, category_weights=weights)
+    with pytest.raises(UserError, match=named):
+        train(*place, tmp_path / "head", dataclasses.replace(recipe, loss=loss))
+    assert not (tmp_path / "head.run").exists()
+
+
+def test_prompts_that_give_no_draft_measure_nothing(place, tmp_path):
+    recipe = tiny_recipe(steps=1)
+    one = dataclasses.replace(recipe.eval, num_tokens=1)
+    with pytest.raises(UserError, match=r"raise eval\.num_tokens"):
+        train(*place, tmp_path / "head", dataclasses.replace(recipe, eval=one))
+
+
 def test_only_what_training_wrote_is_replaced(place, tmp_path):
     for name, named in (("head", "head.json"), ("head.run", "run.json")):
         own = tmp_path / name / "thesis.txt"

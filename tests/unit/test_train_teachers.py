@@ -174,6 +174,17 @@ def test_a_cached_state_that_is_no_number_names_its_row(place, tmp_path):
     assert all(tensor.isfinite().all() for tensor in states(tmp_path / "head").values())
 
 
+def test_a_shard_without_what_it_is_checked_by_is_named(place, tmp_path):
+    base, data, cache = place
+    cache = shutil.copytree(cache, tmp_path / "cache")
+    shard = cache / "train" / "00000.safetensors"
+    tensors = load_file(shard)
+    del tensors["checked"]
+    save_file(tensors, shard, {"format": "pt"})
+    with pytest.raises(UserError, match="no checked"):
+        train(base, data, tmp_path / "head", recipe(cache), device="cpu")
+
+
 def test_the_command_line_chooses_the_teacher(tmp_path):
     chosen = load_recipe(None, ["teacher.kind=cache", "teacher.cache=some/where"]).teacher
     assert (chosen.kind, chosen.cache) == ("cache", "some/where")
