@@ -183,21 +183,27 @@ def _answer(pending: list[str], call_id: str) -> bool:
 
 
 def checked(conversation: Conversation, *, allow_missing_tools: bool = False) -> Conversation:
-    """The conversation with its leading system messages merged, or the reason to refuse it.
+    """The conversation with its system messages merged at the front, or the reason to refuse it.
+
+    Many templates take one system message, and only there. Before the first reply its place makes
+    no difference to what the model knew; later it would tell the model too early.
 
     Raises:
-        RowError: a system message after the start, no user turn, no supervised assistant turn
+        RowError: a system message after the first reply, no user turn, no supervised assistant turn
             after it, or tool calls without any schema (the model would learn invented names)
             unless `allow_missing_tools`.
     """
     messages = list(conversation.messages)
-    num_system = next((i for i, m in enumerate(messages) if m.role != "system"), len(messages))
-    if num_system > 1:
-        merged = "\n\n".join(message.content for message in messages[:num_system])
-        messages[:num_system] = [Message(role="system", content=merged)]
     roles = [message.role for message in messages]
-    if "system" in roles[1:]:
-        raise RowError(f"a system message after the start (message {roles.index('system', 1)})")
+    first_reply = roles.index("assistant") if "assistant" in roles else len(roles)
+    if "system" in roles[first_reply:]:
+        late = roles.index("system", first_reply)
+        raise RowError(f"a system message after the first reply (message {late})")
+    if roles.count("system") > 1 or "system" in roles[1:]:
+        merged = "\n\n".join(m.content for m in messages if m.role == "system")
+        others = [message for message in messages if message.role != "system"]
+        messages = [Message(role="system", content=merged), *others]
+        roles = [message.role for message in messages]
     if "user" not in roles:
         raise RowError("no user message")
     replies = messages[roles.index("user") :]

@@ -167,7 +167,7 @@ def test_unknown_shape_is_refused(value):
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ([("user", "a"), ("system", "s"), ("assistant", "b")], "system message after the start"),
+        ([("user", "a"), ("assistant", "b"), ("system", "s")], "system message after the first"),
         ([("system", "s"), ("assistant", "b")], "no user message"),
         ([("system", "s")], "no user message"),
         ([("user", "a")], "no assistant message"),

@@ -112,7 +112,9 @@ def test_trap_05_system_messages(qwen):
         "<|im_start|>system\nOne.\n\nTwo.<|im_end|>"
         in rendered({"messages": several}, qwen)[0].text
     )
-    assert "after the start" in refusal({"messages": [*CHATTY, system, *CHATTY]})
+    moved = {"messages": [CHATTY[0], several[0], several[1], CHATTY[1]]}
+    assert rendered(moved, qwen)[0].text == rendered({"messages": several}, qwen)[0].text
+    assert "after the first reply (message 2)" in refusal({"messages": [*CHATTY, system, *CHATTY]})
     assert "no user message" in refusal({"messages": [system, CHATTY[1]]})
     assert "no user message" in refusal({"messages": [system]})
 
