@@ -7,11 +7,16 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mtp.cli import data_options as options
 from mtp.cli.options import AsJson, Base, Data, Device, Out, Overwrite
+
+if TYPE_CHECKING:
+    from mtp.data.report import PrepareReport
+    from mtp.recipe import MixRecipe
 
 data_app = typer.Typer(no_args_is_help=True, help="Traces and code in, training rows out.")
 
@@ -19,54 +24,25 @@ data_app = typer.Typer(no_args_is_help=True, help="Traces and code in, training 
 @data_app.command("prepare")
 def data_prepare(
     base: Base,
-    source: Annotated[
-        list[str], typer.Option(help="A file, a folder or hub:owner/name; may be repeated.")
-    ],
+    source: options.Source,
     out: Out,
-    max_length: Annotated[int, typer.Option(help="Longest row, in tokens.")] = 4096,
-    held_out_percent: Annotated[int, typer.Option(help="Conversations kept out.")] = 5,
-    max_skip: Annotated[
-        float, typer.Option(help="Share of broken rows that fails the run.")
-    ] = 0.01,
-    seed: Annotated[int, typer.Option(help="Seed of the split.")] = 0,
-    thinking: Annotated[str, typer.Option(help="keep or strip, as it will be served.")] = "keep",
-    allow_missing_tools: Annotated[
-        bool, typer.Option("--allow-missing-tools", help="Take calls that have no tool schemas.")
-    ] = False,
-    licence: Annotated[
-        str, typer.Option(help="Licence of rows that record none; reaches the model card.")
-    ] = "unknown",
-    format_name: Annotated[
-        str | None, typer.Option("--format", help="Read all rows by this format.")
-    ] = None,
-    mapping: Annotated[
-        str | None,
-        typer.Option("--map", help="Keys of pairs: prompt=KEY,response=KEY, or text=KEY."),
-    ] = None,
-    where: Annotated[
-        list[str] | None, typer.Option(help="Keep rows with reward>=1, say; may be repeated.")
-    ] = None,
-    near_duplicates: Annotated[
-        str, typer.Option(help="together (on one side of the split), drop or ignore.")
-    ] = "together",
-    decontaminate: Annotated[
-        list[Path] | None,
-        typer.Option(help="An evaluation set whose text is left out; may be repeated."),
-    ] = None,
-    scan: Annotated[
-        str | None,
-        typer.Option(help="mask or drop keys, passwords, addresses; needs mtp-graft[scan]."),
-    ] = None,
-    mix: Annotated[
-        str | None, typer.Option(help="Weights by category or source: code=0.6,agent=0.4.")
-    ] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Budget of the mix, in tokens.")] = None,
-    recipe: Annotated[
-        Path | None, typer.Option("--recipe", help="TOML with [mix]; --mix and --tokens win.")
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes; all cores by default.")
-    ] = None,
+    max_length: options.MaxLength = 4096,
+    held_out_percent: options.HeldOutPercent = 5,
+    max_skip: options.MaxSkip = 0.01,
+    seed: options.Seed = 0,
+    thinking: options.Thinking = "keep",
+    allow_missing_tools: options.AllowMissingTools = False,
+    licence: options.Licence = "unknown",
+    format_name: options.FormatName = None,
+    mapping: options.Mapping = None,
+    where: options.Where = None,
+    near_duplicates: options.NearDuplicates = "together",
+    decontaminate: options.Decontaminate = None,
+    scan: options.Scan = None,
+    mix: options.Mix = None,
+    tokens: options.Tokens = None,
+    recipe: options.MixRecipeFile = None,
+    workers: options.Workers = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -74,16 +50,8 @@ def data_prepare(
 
     Example: mtp data prepare --base base --source traces.jsonl --source src/ --out data
     """
-    from mtp.data.mix import parse_weights
     from mtp.data.prepare import prepare
-    from mtp.data.store import SCHEMA_VERSION
-    from mtp.recipe import load_recipe
 
-    chosen = load_recipe(recipe).mix
-    if mix is not None:
-        chosen = replace(chosen, weights=parse_weights(mix))
-    if tokens is not None:
-        chosen = replace(chosen, tokens=tokens)
     report = prepare(
         base,
         source,
@@ -100,18 +68,34 @@ def data_prepare(
         where=where or (),
         near_duplicates=near_duplicates,
         decontaminate=decontaminate or (),
-        mix=chosen,
+        mix=_chosen_mix(recipe, mix, tokens),
         scan=scan,
         num_workers=workers,
         overwrite=overwrite,
     )
-    if as_json:
-        for row in report.broken[:5]:
-            print(f"mtp: skipped {row}", file=sys.stderr)
-    if as_json:
-        print(json.dumps({"schema_version": SCHEMA_VERSION, **report.as_dict()}, indent=1))
-    else:
+    _print_report(report, as_json=as_json)
+
+
+def _chosen_mix(recipe: Path | None, mix: str | None, tokens: int | None) -> MixRecipe:
+    """The recipe's mix, with what the command line says instead."""
+    from mtp.data.mix import parse_weights
+    from mtp.recipe import load_recipe
+
+    chosen = load_recipe(recipe).mix
+    if mix is not None:
+        chosen = replace(chosen, weights=parse_weights(mix))
+    return chosen if tokens is None else replace(chosen, tokens=tokens)
+
+
+def _print_report(report: PrepareReport, *, as_json: bool) -> None:
+    from mtp.data.store import SCHEMA_VERSION
+
+    if not as_json:
         print(report.as_text())
+        return
+    for row in report.broken[:5]:
+        print(f"mtp: skipped {row}", file=sys.stderr)
+    print(json.dumps({"schema_version": SCHEMA_VERSION, **report.as_dict()}, indent=1))
 
 
 @data_app.command("cache")

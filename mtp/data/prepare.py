@@ -24,7 +24,7 @@ from mtp.data.selection import NEAR_DUPLICATES, Collected, Rules
 from mtp.data.sources import Item, Reading, read_source
 from mtp.data.store import MANIFEST, write_manifest
 from mtp.data.windows import MIN_TOKENS
-from mtp.data.work import Job, Worker, work_on
+from mtp.data.work import Job, Outcome, Worker, work_on
 from mtp.progress import track
 from mtp.recipe import MixRecipe
 
@@ -132,15 +132,7 @@ def prepare(
         try:
             items = track(_usable(sources, reading, report), "prepare", unit="row")
             for item, outcome in work_on(items, job, worker, num_workers=num_workers):
-                report.secrets += outcome.secrets
-                if outcome.contaminated_by is not None:
-                    report.add_contaminated(item, outcome.contaminated_by)
-                elif outcome.dropped:
-                    report.add_dropped(item, outcome.dropped)
-                elif outcome.refused:
-                    report.add_refused(item, outcome.refused)
-                else:
-                    report.add_counts(outcome.counts)
+                if _is_used(item, outcome, report):
                     licence = item.value.licence
                     licence = chosen.default_licence if licence == UNKNOWN_LICENCE else licence
                     collected.add(item, licence, outcome)
@@ -160,6 +152,21 @@ def prepare(
             },
         )
     return report
+
+
+def _is_used(item: Item, outcome: Outcome, report: PrepareReport) -> bool:
+    """Whether a row is trained or evaluated on; the report gets to know why not."""
+    report.secrets += outcome.secrets
+    if outcome.contaminated_by is not None:
+        report.add_contaminated(item, outcome.contaminated_by)
+    elif outcome.dropped:
+        report.add_dropped(item, outcome.dropped)
+    elif outcome.refused:
+        report.add_refused(item, outcome.refused)
+    else:
+        report.add_counts(outcome.counts)
+        return True
+    return False
 
 
 def _job(tokenizer: Any, settings: Settings, report: PrepareReport) -> Job:
