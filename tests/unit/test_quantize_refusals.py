@@ -95,10 +95,13 @@ def test_a_limit_that_is_no_number_is_refused():
         Settings(max_drop=float("nan"))
 
 
-@pytest.mark.parametrize("evaluation", [{"num_prompts": 1}, {"num_tokens": 1}])
-def test_a_gate_without_evidence_is_not_passed(line, tmp_path, evaluation):
+@pytest.mark.parametrize(
+    ("evaluation", "named"),
+    [({"num_prompts": 1}, "at least 2 held-out prompts"), ({"num_tokens": 1}, "num_tokens = 1")],
+)
+def test_a_gate_without_evidence_is_not_passed(line, tmp_path, evaluation, named):
     head = write(tmp_path / "head", line)
-    with pytest.raises(UserError, match="at least 2 held-out prompts"):
+    with pytest.raises(UserError, match=named):
         run(head, line, tmp_path / "out", **evaluation)
     assert not (tmp_path / "out").exists()
 
