@@ -27,7 +27,8 @@ class DSparkRecipe:
     ce, tv: weights of the cross-entropy and of the total variation distance.
     confidence: weight of the confidence head's loss.
     decay: slot k, from 0, weighs exp(-k / decay).
-    train_lm_head: whether the output matrix learns too, or stays the base's.
+    train_lm_head: whether the output matrix learns too, or stays the base's. With the base's whole
+        vocabulary, speculators (not vLLM) loads the base's in its place.
     eval_rows: held-out rows for the reference's teacher-forced table.
     """
 
