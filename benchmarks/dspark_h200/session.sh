@@ -30,7 +30,6 @@ train() {
   done
 }
 table() {
-  wait_for "$work/draft-eval.json"
   wait_for "$work/grafted"
   (with_vllm; python3 "$here/table.py" "$work" "$out/dspark-table" > "$out/dspark-table.log" 2>&1
    note "dspark table: $?")

@@ -4,8 +4,9 @@
 # Before: this repository in /tmp/repo, the wheels of training in /tmp/site, those of speculators in
 # /tmp/peers (see README.md), and /tmp/work/base and /tmp/work/data (`routing_h200/session.sh base`,
 # for which `heads` waits); for `serve` vLLM unpacked in /tmp/v and /tmp/v/ready.
-#   heads    trains and grafts all heads: HEADS (names, all by default), JOBS (5)
-#   serve    serves and measures them as they become ready: ENGINES (6), SECONDS_TO_SERVE (900)
+#   heads    trains and grafts all heads: HEADS (names, all by default), JOBS (5), SET (a setting)
+#   serve    serves and measures them as they become ready: ENGINES (6), PROMPTS (400),
+#            SECONDS_TO_SERVE (900)
 #   measure  the tables of what has been measured so far
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -21,7 +22,7 @@ wait_for() { # FILE SECONDS
 heads() {
   wait_for "$work/data/data.json" 600
   PYTHONPATH=$root:/tmp/site:/tmp/peers python3 "$here/train_all.py" "$work" ${HEADS:-} \
-    --jobs "${JOBS:-5}" > "$out/${LOG:-heads}.log" 2>&1
+    --jobs "${JOBS:-5}" ${SET:+--set "$SET"} > "$out/${LOG:-heads}.log" 2>&1
   note "heads: $?"
 }
 serve() {
@@ -29,7 +30,7 @@ serve() {
   wait_for "$work/data/data.json" 600
   . "$vllm/vllm-env.sh"
   PYTHONPATH=$root:/tmp/site:$PYTHONPATH python3 "$here/serve_all.py" "$work" ${HEADS:-} \
-    --jobs "${ENGINES:-6}" --seconds "${SECONDS_TO_SERVE:-900}" > "$out/served.log" 2>&1
+    --jobs "${ENGINES:-6}" --prompts "${PROMPTS:-400}" --seconds "${SECONDS_TO_SERVE:-900}" > "$out/served.log" 2>&1
   note "served: $?"
   measure
 }

@@ -102,6 +102,16 @@ def num_tokens(work: Path, settings: list[str]) -> int:
     return sum(batches.num_tokens(step) for step in range(recipe.train.steps))
 
 
+def small_recipe(work: Path, settings: list[str]) -> Path:
+    """The recipe with `settings`, for a command without --set: the gate's prompts are few here too."""
+    from mtp.recipe import load_recipe
+    from mtp.recipe_text import dump_recipe
+
+    path = work / "small-recipe.toml"
+    path.write_text(dump_recipe(load_recipe(HERE / TABLE["recipe"], settings)))
+    return path
+
+
 def train_head(
     jobs: Jobs, name: str, head: dict[str, Any], settings: list[str], states: Future[None],
     twin: Future[None],
@@ -123,7 +133,7 @@ def train_head(
                 raise RuntimeError(f"no {trained.name} to quantize")
             time.sleep(1)
         words = ["quantize", "--head", str(trained), "--base", str(work / base)]
-        words += ["--data", str(work / "data"), "--recipe", str(HERE / TABLE["recipe"])]
+        words += ["--data", str(work / "data"), "--recipe", str(small_recipe(work, settings))]
         words += ["--device", jobs.device, "--report", str(jobs.logs / f"{name}.json")]
         jobs.mtp(name, made, *words)
     elif "speculators" in head:

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# The benchmarks of the other folders as one session of half an hour on two GPUs: what is timed has
-# GPU 1 and cores of its own. In the background; /tmp/out is fetched by later calls.
+# The benchmarks of the other folders as one session, in the background; /tmp/out is fetched by later
+# calls. On two GPUs for half an hour, where what is timed has GPU 1 and cores of its own (zero, one,
+# memory), or on one for a quarter of an hour (single).
 # Usage: session.sh LANE, after install.sh; vLLM comes to /tmp/v by later calls, then /tmp/v/ready.
 #   zero    GPU 0: data, heads, the DSpark draft, all that is served without a clock
 #   one     GPU 1: training at the 35B's shapes; both GPUs; tokens per second; the draft's table
 #   memory  `mtp data prepare` on 5 GB, on four cores
+#   single  heads (STEPS each), tokens per second while all else stands still, then acceptance
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 benchmarks=$(cd "$here/.." && pwd)
@@ -49,8 +51,10 @@ zero() {
 algorithms() {
   wait_for "$work/grafted/routed-kl@base" 1200
   (export PYTHONPATH=$benchmarks/..:/tmp/site
+   sed "s/^num_prompts = .*/num_prompts = ${ALGORITHM_PROMPTS:-64}/" \
+     "$benchmarks/../recipes/hybrid/recipe.toml" > /tmp/algorithms.toml
    python3 "$benchmarks/quantize/algorithms.py" --base "$work/base" --data "$work/data" \
-     --head "$work/heads/routed-kl" --recipe "$benchmarks/../recipes/hybrid/recipe.toml" \
+     --head "$work/heads/routed-kl" --recipe /tmp/algorithms.toml \
      --work /tmp/algorithms > "$out/algorithms.json" 2> "$out/algorithms.log"
    note "algorithms: $?")
 }
@@ -118,6 +122,37 @@ memory() {
     --base "$work/base" --prepare-mb 5120 > "$out/memory.jsonl" 2> "$out/memory.log"
   note "memory: $?"
 }
+single() {
+  export SET="train.steps=${STEPS:-300}"
+  routed base
+  # In sessions of their own, so that they can be told to stand still.
+  HEADS="routed-kl speculators-post" JOBS=5 LOG=first setsid bash "$here/session.sh" heads &
+  local first=$!
+  links
+  note "single: engines"
+  HEADS="stock-kl routed-kl-experts-nvfp4 routed-kl-nvfp4 routed-e2e_tv routed-lk routed-tv routed-ce" \
+    JOBS=7 LOG=second setsid bash "$here/session.sh" heads &
+  local second=$!
+  (with_vllm
+   bash "$benchmarks/routing_h200/serve.sh" "$hybrid" /tmp/v /tmp/served plain stock routed \
+     > "$out/serve.log" 2>&1)
+  pkill -STOP -s "$first"
+  pkill -STOP -s "$second"
+  note "single: timing"
+  (with_vllm
+   WARM_UP=${WARM_UP:-25} python3 "$benchmarks/routing_h200/timing.py" /tmp/served/rounds \
+     "$out/speed.json" "${SPEED:-100}" > "$out/speed.log" 2>&1
+   python3 "$benchmarks/routing_h200/engines.py" stop /tmp/served/rounds)
+  pkill -CONT -s "$first"
+  pkill -CONT -s "$second"
+  note "single: timed"
+  HEADS="routed-kl stock-kl routed-kl-experts-nvfp4 speculators-post routed-kl-nvfp4 routed-e2e_tv
+    routed-lk routed-tv routed-ce" PROMPTS=800 ENGINES=8 SECONDS_TO_SERVE=600 quality serve &
+  ALGORITHM_PROMPTS=24 algorithms &
+  wait
+  note "single: done"
+}
+heads() { quality heads; }
 case $1 in
   zero) taskset -cp "$cores_zero" $$ ;;
   one | losses) taskset -cp "$cores_one" $$ ;;
