@@ -329,6 +329,32 @@ ROWS: list[tuple[str, Any, Any, int]] = [
     ("code-rows", {"content": "x = 1\n", "lang": "Python", "licenses": ["MIT"]}, "x = 1\n", 0),
 ]  # fmt: skip
 # Formats of whole files, tested on lines: the expected conversations.
+TAU2 = {
+    "info": {
+        "environment_info": {"domain_name": "d", "policy": "Be brief."},
+        "agent_info": {"implementation": "llm_agent", "llm": "some-model"},
+    },
+    "tasks": [{"id": "0"}],
+    "simulations": [
+        {"id": "s1", "task_id": "0", "messages": [
+            {"role": "assistant", "content": "How can I help?", "tool_calls": None},
+            {"role": "user", "content": "1+2 and 3+4?", "tool_calls": None},
+            {"role": "assistant", "content": "Adding.", "tool_calls": [
+                {"id": "c1", "name": "add", "arguments": {"a": 1, "b": 2},
+                 "requestor": "assistant"},
+                {"id": "c2", "name": "add", "arguments": {"a": 3, "b": 4},
+                 "requestor": "assistant"}]},
+            {"role": "tool", "id": "c2", "content": "7", "requestor": "assistant"},
+            {"role": "tool", "id": "c1", "content": "3", "requestor": "assistant"},
+            {"role": "assistant", "content": "3 and 7. Look at it."},
+            {"role": "user", "content": None, "tool_calls": [
+                {"id": "u1", "name": "look", "arguments": {}, "requestor": "user"}]},
+            {"role": "tool", "id": "u1", "content": "seen", "requestor": "user"},
+            {"role": "user", "content": "Good."},
+            {"role": "assistant", "content": "Bye."}]},
+        {"id": "s2", "task_id": "0", "messages": [{"role": "robot", "content": "x"}]},
+    ],
+}  # fmt: skip
 LOG = {"isSidechain": False, "sessionId": "s", "userType": "external"}
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 from data_helpers import chat, make_base, write_jsonl
-from data_rows import CLAUDE, EVENTS, OPENAI, ROWS
+from data_rows import CLAUDE, EVENTS, OPENAI, ROWS, TAU2
 
 from graft.errors import UserError
 from mtp.data.conversation import (
@@ -90,7 +90,12 @@ def test_a_spoilt_row_is_read_or_refused(name):
 
 @pytest.mark.parametrize(
     ("name", "items"),
-    [("claude-code", CLAUDE), ("openhands-events", EVENTS), ("message-list", OPENAI)],
+    [
+        ("claude-code", CLAUDE),
+        ("openhands-events", EVENTS),
+        ("message-list", OPENAI),
+        ("tau2-bench", [TAU2]),
+    ],
 )
 def test_a_spoilt_file_is_read_or_refused(name, items):
     (format_,) = [f for f in FILE_FORMATS if f.name == name]

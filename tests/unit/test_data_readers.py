@@ -9,7 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 from data_helpers import make_base
-from data_rows import ADP, ATIF, CLAUDE, EVENTS, HERMES, INFERENCES, OPENAI, PARALLEL, ROWS, SCHEMA
+from data_rows import (
+    ADP,
+    ATIF,
+    CLAUDE,
+    EVENTS,
+    HERMES,
+    INFERENCES,
+    OPENAI,
+    PARALLEL,
+    ROWS,
+    SCHEMA,
+    TAU2,
+)
 
 from graft.errors import UserError
 from mtp.data.conversation import Conversation, Document, Note, RowError, checked, cut_at_mismatch
@@ -110,7 +122,7 @@ def test_row_renders_with_exactly_the_replies_supervised(name, row, wanted, num_
 
 
 def test_every_format_has_a_row_here():
-    covered = {name for name, *_ in ROWS} | {"claude-code"}
+    covered = {name for name, *_ in ROWS} | {"claude-code", "tau2-bench"}
     assert covered == {f.name for f in FORMATS} | {f.name for f in FILE_FORMATS}
 
 
@@ -259,3 +271,33 @@ def test_a_call_in_a_fenced_example_is_text():
     text, calls = split_calls(f"{example}\nNow for real.\n{call}")
     assert text == f"{example}\nNow for real." and [c["name"] for c in calls] == ["g"]
     assert opens_call(f"{example}\n{call}")
+
+
+def test_tau2_results_as_the_agent_saw_them():
+    (format_,) = [f for f in FILE_FORMATS if f.name == "tau2-bench"]
+    assert format_.is_part(TAU2) and recogniser().file_format(TAU2) is format_
+    (first, conversation), (_, refused) = format_.read_parts([(1, TAU2)])
+    assert first == [1] and summary(conversation) == [
+        ("system", "Be brief."),
+        ("assistant", "How can I help?"),
+        ("user", "1+2 and 3+4?"),
+        *PARALLEL[2:3],
+        ("tool", "7", "c2"),
+        ("tool", "3", "c1"),
+        ("assistant", "3 and 7. Look at it."),
+        ("user", "Good."),
+        ("assistant", "Bye."),
+    ]
+    assert (conversation.teacher, conversation.category) == ("some-model", "agent")
+    assert cut_at_mismatch(conversation) == conversation
+    assert isinstance(refused, RowError) and "unknown role 'robot'" in str(refused)
+    assert not format_.is_part({"simulations": [{"heading": "x"}], "info": {}})
+
+
+def test_tags_that_end_an_adp_trajectory_are_no_text():
+    items = [
+        {"class_": "text_observation", "source": "user", "content": "Go."},
+        {"class_": "message_action", "content": "<finish> Done:\n<finish>. </finish>\n"},
+    ]
+    _, conversation = recogniser().read({"id": "a", "content": items})
+    assert conversation.messages[-1].content == "Done:\n<finish>."

@@ -25,6 +25,7 @@ from mtp.data.formats import (
     protocols,
     responses,
     sweagent,
+    tau2,
     turns,
 )
 
@@ -102,6 +103,7 @@ FILE_FORMATS: tuple[FileFormat, ...] = (
         is_part=openhands.is_event,
         read_parts=_together(openhands.read_parts),
     ),
+    FileFormat(name="tau2-bench", is_part=tau2.is_results, read_parts=tau2.read_parts),
     FileFormat(
         name="message-list", is_part=turns.is_turn, read_parts=_together(messages.read_parts)
     ),

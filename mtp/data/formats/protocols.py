@@ -6,12 +6,14 @@ separates code from the call that ran it; its text is written out as a fenced bl
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from mtp.data.conversation import Conversation, RowError
 from mtp.data.formats.fields import list_of, object_of
 from mtp.data.formats.turns import as_conversation
 
+_FINISH = re.compile(r"\s*<finish>\s*(.*?)\s*</finish>\s*", re.DOTALL)
 _STEP_ROLES = {"system": "system", "user": "user", "agent": "assistant"}
 
 
@@ -87,7 +89,9 @@ def _adp_turn(item: dict[str, Any], previous: dict[str, Any]) -> dict[str, Any]:
     kind, said = item["class_"], item.get("description") or ""
     spoken = {"role": "assistant", "reasoning_content": item.get("reasoning_content")}
     if kind == "message_action":
-        return {**spoken, "content": item.get("content")}
+        content = item.get("content")
+        finish = _FINISH.fullmatch(content) if isinstance(content, str) else None
+        return {**spoken, "content": finish[1] if finish else content}
     if kind == "api_action":
         function = {"name": item.get("function"), "arguments": item.get("kwargs")}
         call = {"id": item.get("tool_call_id"), "function": function}
