@@ -112,6 +112,7 @@ def calibrate(
         UserError: modelopt found no experts, or they saw a NaN or an infinity.
     """
     mtq = modelopt_module("quantization")
+    linear = torch.nn.functional.linear
     try:
         with quiet():
             mtq.quantize(model, quantizer_config(scheme, algorithm, backend), forward_loop)
@@ -123,6 +124,9 @@ def calibrate(
             f"what modelopt says of them: {error}",
             "look at the training run: this model computes no drafts",
         ) from error
+    finally:
+        # An exception in the experts leaves modelopt's own in its place, for the whole process.
+        torch.nn.functional.linear = linear
     if not any(True for _ in quantized_experts(model)):
         raise UserError(
             "fused experts that modelopt can wrap (num_experts, 3-D gate_up_proj and down_proj)",
