@@ -145,7 +145,7 @@ def test_a_turn_that_is_none_is_refused_by_its_place():
 
 @pytest.mark.parametrize("call", [{}, "f", {"function": {"arguments": "{}"}}, {"function": 3}])
 def test_call_without_a_name_is_refused(call):
-    with pytest.raises(RowError, match="without a function name"):
+    with pytest.raises(RowError, match="a tool call"):
         read_row(with_calls(call))
 
 

@@ -301,3 +301,37 @@ def test_tags_that_end_an_adp_trajectory_are_no_text():
     ]
     _, conversation = recogniser().read({"id": "a", "content": items})
     assert conversation.messages[-1].content == "Done:\n<finish>."
+
+
+def read_summary(row):
+    return summary(recogniser().read(row)[1])
+
+
+def test_what_stands_beside_a_pair():
+    first, last = [("user", "1?"), ("assistant", "One.")], ("assistant", "Three.")
+    row = {"instruction": "3?", "input": "", "output": "Three.", "history": [["1?", "One."]]}
+    assert read_summary(row) == [*first, ("user", "3?"), last]
+    row = {"instruction": "Sum up.", "context": "A text.", "response": "Three."}
+    assert read_summary(row) == [("user", "Sum up.\n\nA text."), last]
+    _, refused = recogniser().read({"query": "3?", "response": "Three.", "history": ["1?"]})
+    assert isinstance(refused, RowError) and "history" in str(refused)
+    judged = {"prompt": "1?", "completion": "Two.", "label": False}
+    assert isinstance(recogniser().read(judged)[1], Note)
+    for label in (True, 0, None):
+        assert read_summary(judged | {"label": label})[-1] == ("assistant", "Two.")
+
+
+def test_calls_as_text():
+    calls = OPENAI[2]["tool_calls"]
+    for spelling in (json.dumps(calls), [json.dumps(call) for call in calls]):
+        turns = [*OPENAI[:2], OPENAI[2] | {"tool_calls": spelling}, *OPENAI[3:]]
+        assert read_summary({"messages": turns, "tools": [SCHEMA]}) == PARALLEL
+    for broken in ("[", "3", '"x"', ["["], ["3"]):
+        turns = [*OPENAI[:2], OPENAI[2] | {"tool_calls": broken}]
+        assert isinstance(recogniser().read({"messages": turns})[1], RowError)
+
+
+def test_code_under_its_own_key():
+    name, document = recogniser().read({"code": "x = 1\n", "language": "python"})
+    assert (name, document.text) == ("code-rows", "x = 1\n")
+    assert recogniser().read({"code": "x = 1\n"})[0] == "unknown"

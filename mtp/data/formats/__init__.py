@@ -36,7 +36,7 @@ class Format:
 
     name: str
     matches: Callable[[Any], bool]
-    read: Callable[[Any], Conversation | Document]
+    read: Callable[[Any], Conversation | Document | Note]
 
 
 # What the items of a file became: (their line numbers, the conversation or why there is none).
@@ -118,7 +118,7 @@ class Recogniser:
     formats: tuple[Format, ...] = FORMATS
     file_formats: tuple[FileFormat, ...] = FILE_FORMATS
 
-    def read(self, row: Any) -> tuple[str, Conversation | Document | RowError]:
+    def read(self, row: Any) -> tuple[str, Conversation | Document | Note | RowError]:
         """(name of the format that claims the row or "unknown", the value or the refusal)."""
         for format_ in self.formats:
             if format_.matches(row):

@@ -8,6 +8,7 @@ from mtp.data.conversation import Conversation, Document, RowError
 from mtp.data.formats.fields import row_id, row_licence
 from mtp.data.formats.turns import as_conversation, is_turn_list
 
+_TEXT_KEYS = ("content", "code")
 # `content` alone is no sign of code; one of these beside it is.
 _FILE_KEYS = (
     "lang", "language", "ext", "path", "file_path", "file_name", "max_stars_repo_path", "repo_name",
@@ -61,15 +62,16 @@ def read_humaneval(row: dict[str, Any]) -> Document:
 
 
 def is_file(row: Any) -> bool:
-    """A source file: `content` beside its language, path or repository."""
-    if not isinstance(row, dict) or not isinstance(row.get("content"), str):
+    """A source file: `content` or `code` beside its language, path or repository."""
+    if not isinstance(row, dict) or not any(isinstance(row.get(k), str) for k in _TEXT_KEYS):
         return False
     return any(isinstance(row.get(key), str) for key in _FILE_KEYS) and "role" not in row
 
 
 def read_file(row: dict[str, Any]) -> Document:
     """Read the file's text; `licenses`, a list in The Stack, counts when it names one."""
-    return read_text(row, "content")
+    key = next((key for key in _TEXT_KEYS if isinstance(row.get(key), str)), _TEXT_KEYS[0])
+    return read_text(row, key)
 
 
 def read_text(row: dict[str, Any], key: str) -> Document:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mtp.data.conversation import Conversation, RowError
-from mtp.data.formats.fields import from_json
+from mtp.data.conversation import Conversation, Note, RowError
+from mtp.data.formats.fields import from_json, list_of, text_of
 from mtp.data.formats.turns import as_conversation, is_turn_list
 
 # (prompt key, reply key); the first that fits wins, so that `question`/`solution` of a set that
@@ -31,6 +31,8 @@ PAIRS = (
     ("input", "output"),
     ("inputs", "targets"),
 )
+_JUDGED = ("prompt", "completion")
+_BESIDE_INSTRUCTION = ("input", "context")  # Alpaca's and Dolly's
 _CODE_SCORE = "average_test_score"
 
 
@@ -65,11 +67,16 @@ def is_pair(row: Any) -> bool:
     return _keys(row) is not None
 
 
-def read_pair(row: dict[str, Any]) -> Conversation:
-    """Read the pair; Alpaca's `input` beside an `instruction` is part of the request."""
+def read_pair(row: dict[str, Any]) -> Conversation | Note:
+    """Read the pair; what stands beside an `instruction` is part of the request.
+
+    TRL's sets of judged answers have the bad ones too, with a `label` of false.
+    """
     keys = _keys(row)
     if keys is None:
         raise RowError(f"none of these pairs of keys: {', '.join('/'.join(p) for p in PAIRS)}")
+    if keys == _JUDGED and row.get("label") is False:
+        return Note(reason="a completion that is labelled as bad")
     return _read(row, *keys)
 
 
@@ -111,13 +118,23 @@ def _fits(row: dict[str, Any], prompt: str, reply: str) -> bool:
 
 def _read(row: dict[str, Any], prompt: str, reply: str, **changes: Any) -> Conversation:
     request = row[prompt]
-    extra = row.get("input")
-    if prompt == "instruction" and isinstance(request, str) and isinstance(extra, str) and extra:
-        request = f"{request}\n\n{extra}"
+    if prompt == "instruction" and isinstance(request, str):
+        extras = (text_of(row.get(key)) for key in _BESIDE_INSTRUCTION)
+        request = "\n\n".join([request, *filter(None, extras)])
     if isinstance(row[reply], str) and not row[reply].strip():
         raise RowError(f"an empty {reply}")
-    turns = [*_side(request, "user"), *_side(row[reply], "assistant")]
+    turns = [*_earlier(row), *_side(request, "user"), *_side(row[reply], "assistant")]
     return as_conversation(row, turns, **changes)
+
+
+def _earlier(row: dict[str, Any]) -> list[Any]:
+    """The turns before: Alpaca's and swift's sets have a `history` of pairs."""
+    turns = []
+    for pair in list_of(row.get("history"), "history"):
+        if not (isinstance(pair, list) and len(pair) == 2):
+            raise RowError("history: not a list of pairs")
+        turns += [*_side(pair[0], "user"), *_side(pair[1], "assistant")]
+    return turns
 
 
 def _side(value: Any, role: str) -> list[Any]:

@@ -20,6 +20,7 @@ from mtp.data.conversation import (
 from mtp.data.formats.blocks import has_blocks, unfolded
 from mtp.data.formats.fields import (
     arguments_text,
+    from_json,
     from_json_or_python,
     row_id,
     row_licence,
@@ -203,6 +204,8 @@ def _tool_call_id(value: dict[str, Any]) -> str:
 def _calls_of(value: dict[str, Any]) -> list[Any]:
     """Calls in order, parallel ones included; also OpenAI's older single `function_call`."""
     calls = value.get("tool_calls") or []
+    if isinstance(calls, str):
+        calls = from_json(calls, "tool_calls") or []
     if not calls and value.get("function_call"):
         calls = [{"function": value["function_call"]}]
     if not isinstance(calls, list):
@@ -218,6 +221,7 @@ def _parsed_calls(text: str) -> list[Any]:
 def _read_calls(calls: list[Any]) -> tuple[ToolCall, ...]:
     read_calls = []
     for call in calls:
+        call = from_json(call, "a tool call") if isinstance(call, str) else call
         call = call if isinstance(call, dict) else {}
         function = call.get("function", call)
         function = function if isinstance(function, dict) else {}
