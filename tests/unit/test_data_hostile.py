@@ -169,6 +169,26 @@ def test_rows_under_one_key(tmp_path):
         assert isinstance(first.value, RowError) and "unknown shape" in str(first.value)
 
 
+def test_arguments_that_json_has_not():
+    deep = json.loads("[" * 90 + "]" * 90)
+    deeper, deepest = "[" * 120 + "]" * 120, "[" * 900 + "]" * 900
+    for arguments, reason in (
+        ({"a": deep}, None),
+        (json.dumps({"a": [[]] * 200}), None),
+        (f'{{"a": {deeper}}}', "nested too deeply"),
+        ({"a": json.loads(deeper)}, "nested too deeply"),
+        ({"a": json.loads(deepest)}, "nested too deeply"),
+        ({"a": float("nan")}, "not JSON compliant"),
+        ('{"a": NaN}', "not JSON compliant"),
+        ('{"a": 1e999}', "not JSON compliant"),
+    ):
+        call = {"function": {"name": "f", "arguments": arguments}}
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+        _, value = recogniser().read({"messages": turns})
+        assert isinstance(value, Conversation if reason is None else RowError), arguments
+        assert reason is None or reason in str(value)
+
+
 def test_conditions_on_booleans():
     for condition, row, kept in (
         ("resolved=true", True, True),

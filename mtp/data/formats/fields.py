@@ -22,6 +22,7 @@ ID_KEYS = (
     "question_id",
 )
 TEACHER_KEYS = ("teacher", "model", "model_name", "model_name_or_path", "generator")
+_MAX_DEPTH, _TOO_DEEP = 100, "JSON nested too deeply"
 TEXT_PARTS = ("text", "input_text", "output_text")
 OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
 _TAG = re.compile("</?think>")
@@ -91,7 +92,7 @@ def arguments_text(arguments: Any) -> str:
     parsed = from_json(arguments, "tool arguments")
     if not isinstance(parsed, dict):
         raise RowError("tool arguments are JSON but not an object")
-    return json.dumps(parsed, ensure_ascii=False)
+    return to_json(parsed, "tool arguments")
 
 
 def tools_texts(tools: Any) -> tuple[str, ...]:
@@ -199,11 +200,22 @@ def row_teacher(row: dict[str, Any]) -> str:
 
 
 def without_nulls(value: Any) -> Any:
-    """A copy without the keys whose value is null, at any depth."""
+    """A copy without the keys whose value is null, at any depth.
+
+    Raises:
+        RowError: a value deeper than Python's stack.
+    """
+    try:
+        return _without_nulls(value)
+    except RecursionError as error:
+        raise RowError(_TOO_DEEP) from error
+
+
+def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: without_nulls(v) for k, v in value.items() if v is not None}
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
     if isinstance(value, list):
-        return [without_nulls(item) for item in value]
+        return [_without_nulls(item) for item in value]
     return value
 
 
@@ -211,12 +223,23 @@ def to_json(value: Any, what: str) -> str:
     """The JSON text of a value; `what` names it in the refusal.
 
     Raises:
-        RowError: a value that JSON has not, as Parquet's dates and bytes.
+        RowError: a value that JSON has not, as Parquet's dates and bytes, and what Python reads as
+            NaN; or one so deep that a template could not be expected to render it.
     """
     try:
-        return json.dumps(value, ensure_ascii=False)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise RowError(f"{what}: {error}") from error
+    if text.count("{") + text.count("[") > _MAX_DEPTH and _is_deeper(value, _MAX_DEPTH):
+        raise RowError(f"{what}: {_TOO_DEEP}")
+    return text
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return not depth or any(_is_deeper(item, depth - 1) for item in inner)
 
 
 def from_json(text: str, what: str) -> Any:
