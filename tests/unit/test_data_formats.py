@@ -90,6 +90,8 @@ def test_tools_in_three_spellings():
         ('It splits at "</think>" and ("</think>"), or (</think>).', None),
         ("</think> is the tag that ends it.", None),
         ("It prints:\n```\nwhy\n</think>\nso\n```\nas asked.", None),
+        ("so **why**</think>**so**", ("so **why**", "**so**")),
+        ('("</think>" or **</think>**', None),
         ("- </think>: it closes\n* **</think>** too", None),
     ],
 )

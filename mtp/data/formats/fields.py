@@ -165,7 +165,8 @@ def _is_mention(tag: re.Match[str], code: list[tuple[int, int]]) -> bool:
     if (left and left in _BRACKETS) or (right and right in _PUNCTUATION):
         return True
     if left and right and left in _QUOTES and right in _QUOTES:
-        return True
+        outside = before.rstrip(_QUOTES)[-1:]  # a quote that closes stands behind a word
+        return not outside or outside.isspace() or outside in _BRACKETS
     if before.strip():
         return left.isspace()
     return not text[:start].strip() and right.isspace() and bool(after.strip())
