@@ -34,13 +34,16 @@ class Draft(nn.Module, ABC):
         name: of the kind of draft, as in `train.draft` of a recipe.
         mark: a file that only a folder of this kind of draft holds.
         num_positions: K.
-        min_length: tokens that a row needs for every layer to run.
     """
 
     name: str
     mark: str
     num_positions: int
-    min_length: int
+
+    @classmethod
+    @abstractmethod
+    def min_length(cls, recipe: Recipe) -> int:
+        """Tokens that a row needs for every layer to run, and to learn something."""
 
     @classmethod
     @abstractmethod
@@ -117,7 +120,6 @@ class MTPDraft(Draft):
         super().__init__()
         self.head = head
         self.num_positions = recipe.train.num_speculative_tokens or head.num_layers
-        self.min_length = self.num_positions + 2  # the last step's window then holds one target
         self._teacher, self._text, self._fingerprint = teacher, text, fingerprint
         self._loss, self._runtime = recipe.loss, recipe.train.runtime
         self._position_weights = position_weights(recipe.loss, self.num_positions).to(
@@ -125,6 +127,10 @@ class MTPDraft(Draft):
         )
         self._load = RouterLoad(head)
         head.activation_checkpointing = recipe.train.activation_checkpointing
+
+    @classmethod
+    def min_length(cls, recipe: Recipe) -> int:
+        return recipe.num_steps + 2  # the last step's window then holds one target
 
     @classmethod
     def from_base(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,12 +60,9 @@ from mtp.recipe import Recipe
 from mtp.recipe_text import dump_recipe
 from mtp.run_folder import check_run, open_run, run_path
 from mtp.schedule import StepBatches, learning_rate_factor
-from mtp.teacher import open_source
+from mtp.teacher import open_source, pick_device
 from mtp.teacher.identity import base_identity
 from mtp.train_state import Setup, TrainState
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 
 def train(
@@ -96,67 +93,79 @@ def train(
         tracker: "tensorboard" or "wandb", beside history.jsonl.
 
     Returns:
-        A summary: losses, tokens, seconds, and acceptance before and after on held-out prompts;
-        None in all processes but the main one.
+        A summary: losses, tokens, seconds, held-out acceptance before and after; None in all
+        processes but the main one.
 
     Raises:
         UserError: a broken base or data folder, an `out` that must not be written, a run that
             cannot be resumed, a loss that diverged, or a signal that ended the run.
     """
     cache = recipe.teacher.cache_folder
-    sources = [base, data, *([cache] if cache else [])]
-    check_output(out, overwrite=overwrite, sources=sources, mark=DRAFTS[recipe.train.draft].mark)
+    sources, kind = [base, data, *([cache] if cache else [])], DRAFTS[recipe.train.draft]
+    check_output(out, overwrite=overwrite, sources=sources, mark=kind.mark)
     check_run(run_path(out), resume=resume, overwrite=overwrite)
-    checkpoint = Checkpoint(base)
-    checkpoint.require_supported()
-    require_tokenizer_of(data, base)
-    rows = load_prepared(data)["train"]
-    require_categories(recipe.loss.category_weights, rows.unique("category"))
-    accelerator, draft = start(
-        checkpoint, data, recipe, local_device(device), tracker, run_path(out)
-    )
+    checkpoint, rows = open_inputs(base, data, recipe)
+    place = pick_device(local_device(device))
+    accelerator = start_processes(place, tracker, run_path(out))
     batches = StepBatches(
-        rows,
-        recipe.train,
-        num_processes=accelerator.num_processes,
-        process=accelerator.process_index,
-        min_length=draft.min_length,
-    )
-    identity = {
-        "draft": draft.name,
-        "recipe": recipe.as_record(),
-        "base": base_identity(checkpoint),
-        "data": rows_digest(data),
-    }
-    text, is_main = dump_recipe(recipe), accelerator.is_main_process
-    with open_run(run_path(out), identity, text, resume=resume, write=is_main) as run:
+        rows, recipe.train,
+        num_processes=accelerator.num_processes, process=accelerator.process_index,
+        min_length=kind.min_length(recipe),
+    )  # fmt: skip
+    write = accelerator.is_main_process
+    draft = start(checkpoint, data, recipe, rows, place, write=write)
+    identity = run_identity(checkpoint, data, recipe)
+    with open_run(run_path(out), identity, dump_recipe(recipe), resume=resume, write=write) as run:
         accelerator.wait_for_everyone()
         state = TrainState(**run.newest_state())
         if state.before is None:
             state.before = draft.evaluate()
         model = wrap(accelerator, draft, shard=shard)
-        optimizers = build_optimizers(model, recipe.train)
         setup = Setup(
-            recipe=recipe, draft=draft, model=model, optimizers=optimizers, batches=batches,
-            rows=rows, run=run, accelerator=accelerator, provenance=provenance(recipe, data),
+            recipe=recipe, draft=draft, model=model, rows=rows, batches=batches, run=run,
+            optimizers=build_optimizers(model, recipe.train), accelerator=accelerator,
+            provenance=provenance(recipe, data),
         )  # fmt: skip
         with tracking(accelerator, run.path, state.step, recipe.as_record()):
             optimize(setup, state, max_steps)
         return finish(setup, state, out, overwrite=overwrite, sources=sources)
 
 
+def open_inputs(base: Path, data: Path, recipe: Recipe) -> tuple[Checkpoint, Any]:
+    """The base's shards and the training rows, checked against each other and the recipe."""
+    checkpoint = Checkpoint(base)
+    checkpoint.require_supported()
+    require_tokenizer_of(data, base)
+    rows = load_prepared(data)["train"]
+    require_categories(recipe.loss.category_weights, rows.unique("category"))
+    return checkpoint, rows
+
+
+def run_identity(checkpoint: Checkpoint, data: Path, recipe: Recipe) -> dict[str, Any]:
+    """What a resumed run must have in common with the one that it goes on with."""
+    return {
+        "draft": recipe.train.draft,
+        "recipe": recipe.as_record(),
+        "base": base_identity(checkpoint),
+        "data": rows_digest(data),
+    }
+
+
 def start(
-    checkpoint: Checkpoint, data: Path, recipe: Recipe, device: str, tracker: str | None, run: Path
-) -> tuple[Accelerator, Draft]:
-    """This process among the others, and the draft at its warm start, with its teacher."""
+    checkpoint: Checkpoint,
+    data: Path,
+    recipe: Recipe,
+    rows: Any,
+    place: torch.device,
+    *,
+    write: bool,
+) -> Draft:
+    """The draft at its warm start, with its teacher; the process that may `write` fills a cache."""
     torch.manual_seed(recipe.train.seed)
     base = checkpoint.folder
-    teacher = open_source(recipe.teacher, base, data, device=device)
-    accelerator = start_processes(teacher.device, tracker, run)
-    text = held_out_text(teacher, base, data, recipe, write=accelerator.is_main_process)
-    kind = DRAFTS[recipe.train.draft]
-    rows = load_prepared(data)["train"]
-    return accelerator, kind.from_base(checkpoint, teacher, recipe, text, rows)
+    teacher = open_source(recipe.teacher, base, data, device=str(place))
+    text = held_out_text(teacher, base, data, recipe, write=write)
+    return DRAFTS[recipe.train.draft].from_base(checkpoint, teacher, recipe, text, rows)
 
 
 def provenance(recipe: Recipe, data: Path) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def distil(
                 optimizers=build_optimizers(draft, recipe.train),
                 batches=StepBatches(
                     load_prepared(data)["train"], recipe.train,
-                    num_processes=1, process=0, min_length=draft.min_length,
+                    num_processes=1, process=0, min_length=draft.min_length(recipe),
                 ),
                 rows=load_prepared(data)["train"],
                 run=run,

@@ -32,6 +32,13 @@ class DraftKind(StrEnum):
     dspark = "dspark"
 
 
+def recipe_file(argument: Path | None, option: Path | None) -> Path | None:
+    """The recipe that one of the two names, or ./recipe.toml where there is one."""
+    if argument and option:
+        raise typer.BadParameter("a recipe and --recipe both name one")
+    return argument or option or (DEFAULT_RECIPE if DEFAULT_RECIPE.is_file() else None)
+
+
 def train_command(
     base: Base,
     data: Data,
@@ -69,16 +76,12 @@ def train_command(
     from mtp.tables import acceptance_table
     from mtp.train import train
 
-    if recipe and recipe_option:
-        raise typer.BadParameter("a recipe and --recipe both name one")
-    found = recipe or recipe_option
-    if found is None and DEFAULT_RECIPE.is_file():
-        found = DEFAULT_RECIPE
+    chosen = [f"train.draft={draft.value}"] if draft else []
     summary = train(
         base,
         data,
         out,
-        load_recipe(found, [*(settings or ()), *([f"train.draft={draft.value}"] if draft else [])]),
+        load_recipe(recipe_file(recipe, recipe_option), [*(settings or ()), *chosen]),
         device=device,
         overwrite=overwrite,
         resume=resume,
@@ -88,10 +91,8 @@ def train_command(
     )
     if summary is None:  # another process reports
         return
-    title = (
-        f"{out}: {summary['steps']} steps, {summary['tokens']} tokens in "
-        f"{summary['seconds']:.0f} s; best at step {summary['best_step']}"
-    )
+    work = f"{summary['steps']} steps, {summary['tokens']} tokens in {summary['seconds']:.0f} s"
+    title = f"{out}: {work}; best at step {summary['best_step']}"
     rows = [("warm start", summary["before"]), ("trained", summary["after"])]
     emit(summary, as_json, None, acceptance_table(rows, title))
 

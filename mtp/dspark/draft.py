@@ -53,7 +53,6 @@ class DSparkDraft(Draft):
         super().__init__()
         self.model = model
         self.num_positions = model.config.block_size
-        self.min_length = 1  # a row without room for a block is no target
         self._base, self._fingerprint = base, base_fingerprint(base)
         self._teacher, self._text, self._settings = teacher, text, recipe.dspark
         self._category_weights = recipe.loss.category_weights
@@ -67,6 +66,10 @@ class DSparkDraft(Draft):
         self._decay = torch.exp(-slots / recipe.dspark.decay)
         model.lm_head.requires_grad_(recipe.dspark.train_lm_head)
         model.activation_checkpointing = recipe.train.activation_checkpointing
+
+    @classmethod
+    def min_length(cls, recipe: Recipe) -> int:
+        return 1  # a row without room for a block is no target
 
     @classmethod
     def from_base(

@@ -88,7 +88,7 @@ def token_terms(
     gradients: dict[str, torch.Tensor] = {}
 
     index = targets.expand(log_q.shape[:-1]).unsqueeze(-1)
-    total = torch.zeros(log_q.shape[:-1], dtype=log_q.dtype, device=log_q.device)
+    total = log_q.new_zeros(log_q.shape[:-1])
     if objective.ce:
         total = total - objective.ce * log_q.gather(-1, index).squeeze(-1)
     if objective.kl or "kl" in deferred:
@@ -96,13 +96,9 @@ def token_terms(
         total = total + objective.kl * kl
         if "kl" in deferred:
             values["kl"] = kl
-    q = log_q.exp_()
-    by_tv = None
+    q, by_tv = log_q.exp_(), None
     if objective.tv or "tv" in deferred:
-        by_tv = (q - p).relu_()
-        tv = by_tv.sum(-1)
-        by_tv = torch.mul(q, by_tv > 0)
-        by_tv.addcmul_(q, by_tv.sum(-1, keepdim=True), value=-1)
+        tv, by_tv = total_variation(q, p)
         total = total + objective.tv * tv
         if "tv" in deferred:
             values["tv"], gradients["tv"] = tv, by_tv
@@ -119,3 +115,12 @@ def token_terms(
             gradient.add_(by_tv, alpha=objective.tv)
         gradients["immediate"] = gradient
     return values, gradients, agreement
+
+
+def total_variation(q: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """TV [K, N] of q [K, N, V] and p [N, V], and its gradient [K, N, V] by q's logits / T."""
+    excess = (q - p).relu_()
+    value = excess.sum(-1)
+    gradient = torch.mul(q, excess > 0)
+    gradient.addcmul_(q, gradient.sum(-1, keepdim=True), value=-1)
+    return value, gradient

@@ -51,25 +51,16 @@ def compare_runtimes(
     prompts = evaluation_prompts(
         data, num_prompts=recipe.num_prompts, max_prompt_tokens=recipe.max_prompt_tokens
     )
-    expected = []
-    for label, path in predictions:
-        if label not in checkpoints:
-            raise UserError(
-                f"predictions for {', '.join(checkpoints)}",
-                f"one for {label!r} ({path})",
-                "give it the label of a --checkpoint",
-            )
-        report = read_report(path, "after", "runtime")
-        expected.append((label, report.get("after", report)))
+    predicted = _read_predictions(predictions, list(checkpoints))
     common = {
         "prompts": [list(prompt.token_ids) for prompt in prompts],
         "max_tokens": recipe.num_tokens,
         "engine_options": engine_options,
     }
-    runs = _runs(checkpoints, common)
-    measured = run_probe(vllm_python, runs)
+    measured = run_probe(vllm_python, _runs(checkpoints, common))
     by_name = {run["name"]: run for run in measured["runs"]}
     plain = by_name.pop("plain")
+    outputs = plain.pop("outputs")
     rows = []
     for name, run in by_name.items():
         label, _, runtime = name.rpartition("/")
@@ -79,14 +70,8 @@ def compare_runtimes(
                 f"{name}: layer 0 at every position (vLLM {measured['vllm_version']})",
                 f"pip install --no-deps . in a clone of mtp-graft, with {vllm_python}'s pip",
             )
-        outputs = run.pop("outputs")
-        same = sum(a == b for a, b in zip(outputs, plain["outputs"], strict=True))
+        same = sum(a == b for a, b in zip(run.pop("outputs"), outputs, strict=True))
         rows.append({**run, "label": f"{label} {runtime}", "runtime": runtime, "same_tokens": same})
-    predicted = [
-        {**metrics, "label": f"{label} {metrics['runtime']}, predicted", "predicted": True}
-        for label, metrics in expected
-    ]
-    del plain["outputs"]
     return {
         "schema_version": SCHEMA_VERSION,
         "vllm_version": measured["vllm_version"],
@@ -95,6 +80,25 @@ def compare_runtimes(
         "plain": plain,
         "rows": _in_order(rows, predicted, list(checkpoints)),
     }
+
+
+def _read_predictions(
+    predictions: list[tuple[str, Path]], labels: list[str]
+) -> list[dict[str, Any]]:
+    """Rows of the table from reports, each under the label of a checkpoint."""
+    rows = []
+    for label, path in predictions:
+        if label not in labels:
+            raise UserError(
+                f"predictions for {', '.join(labels)}",
+                f"one for {label!r} ({path})",
+                "give it the label of a --checkpoint",
+            )
+        report = read_report(path, "after", "runtime")
+        metrics = report.get("after", report)
+        name = f"{label} {metrics['runtime']}, predicted"
+        rows.append({**metrics, "label": name, "predicted": True})
+    return rows
 
 
 def _runs(checkpoints: dict[str, Path], common: dict[str, Any]) -> list[dict[str, Any]]:

@@ -108,23 +108,23 @@ def build_cache(
     with _claimed(out, index, overwrite=overwrite):
         layouts = {s: plan_layout(n, index["tokens_per_shard"]) for s, n in lengths.items()}
         shards = [(s, i, m) for s, layout in layouts.items() for i, m in enumerate(layout.shards)]
-        tokens = [int(lengths[split][members].sum()) for split, _, members in shards]
-        done = [_is_done(out, *shard) for shard in shards]
-        left = sum(n for n, finished in zip(tokens, done, strict=True) if not finished)
-        _state_size(out, sum(tokens) * size, left * size, max_gigabytes)
+        missing = [shard for shard in shards if not _is_done(out, *shard)]
+        num_tokens = sum(int(n.sum()) for n in lengths.values())
+        left = sum(int(lengths[split][members].sum()) for split, _, members in missing)
+        _state_size(out, num_tokens * size, left * size, max_gigabytes)
         agreements = []
         with bar(left, "hidden states", "token") as advance:
-            for (split, number, members), finished in zip(shards, done, strict=True):
-                if not finished:
-                    path = shard_path(out, split, number)
-                    ids = _token_ids(rows[split], members)
-                    agreements.append(_write_shard(maker, ids, members, path,
-                                                   tokens_per_batch, layers, advance))  # fmt: skip
+            for split, number, members in missing:
+                ids, path = _token_ids(rows[split], members), shard_path(out, split, number)
+                agreements.append(
+                    _write_shard(maker, ids, members, path, tokens_per_batch, layers, advance)
+                )
         _write_index(out, {**index, "complete": True})
     return {
         "schema_version": SCHEMA_VERSION,
-        "tokens": sum(tokens), "rows": sum(len(n) for n in lengths.values()),
-        "shards": len(shards), "shards_found": sum(done), "bytes": sum(tokens) * size,
+        "tokens": num_tokens, "rows": sum(len(n) for n in lengths.values()),
+        "shards": len(shards), "shards_found": len(shards) - len(missing),
+        "bytes": num_tokens * size,
         "argmax_agreement": float(np.mean(agreements)) if agreements else None,
     }  # fmt: skip
 
