@@ -9,8 +9,13 @@ the other way is not asked: no value of these blocks lies within 1e-5 of one.
 import numpy as np
 import pytest
 import torch
+from tiny import write_base, write_tiny_head
 
+from graft.convert import convert_head
 from graft.formats import dequantize_nvfp4
+from graft.index import write_json
+from graft.manifest import HEAD_METADATA, HEAD_WEIGHTS, HeadFolder
+from graft.writer import write_shard
 from quantize.lazy_modelopt import modelopt_module
 from quantize.packing import WeightScales, largest, pack
 
@@ -107,3 +112,45 @@ def test_stored_values_mean_what_the_formats_say():
             scale = E4M3[int(packed.weight_scale[0, row, column // 16].view(torch.uint8))]
             value = E2M1[code & 7] * (-1 if code & 8 else 1) * scale * scale_2
             assert found[row, column].item() == pytest.approx(value, rel=1e-6)
+
+
+def converted(source, form, folder):
+    """The head in another NVFP4 form, written by graft's own conversion."""
+    tensors = convert_head(source.infos(), source.form, form)
+    folder.mkdir()
+    write_shard(folder / HEAD_WEIGHTS, tensors)
+    write_json(folder / HEAD_METADATA, source.metadata | {"form": form})
+    return HeadFolder(folder)
+
+
+def test_to_compressed_tensors_and_back_is_as_exact_as_float32_allows(tmp_path):
+    """Bytes and block scales are the same; of tensor scales the other format wants 1 / x.
+
+    In float32 several x share one reciprocal from sqrt(2) to 2, so no rule gives all of them back:
+    x comes back as itself or as its neighbour, and from then on as itself.
+    """
+    source = HeadFolder(
+        write_tiny_head(tmp_path / "head", write_base(tmp_path / "base"), form="nvfp4-modelopt")
+    )
+    there = converted(source, "nvfp4-compressed-tensors", tmp_path / "there")
+    back = converted(there, "nvfp4-modelopt", tmp_path / "back")
+    again = converted(back, "nvfp4-compressed-tensors", tmp_path / "again")
+    assert sorted(back.names) == sorted(source.names) and len(there.names) == len(source.names)
+    for name in source.names:
+        before, after = source.load(name), back.load(name)
+        if name.endswith(("weight_scale_2", "input_scale")):
+            assert after.item() == pytest.approx(before.item(), rel=2**-23, abs=0), name
+        else:
+            assert torch.equal(before.float(), after.float()), name
+    for name in there.names:
+        assert torch.equal(there.load(name).float(), again.load(name).float()), name
+
+
+def test_no_conversion_could_give_every_tensor_scale_back():
+    """Two neighbours with one reciprocal: whatever is made of it is wrong for one of them."""
+    scale = np.nextafter(np.float32(1.9), np.float32(2), dtype=np.float32)
+    neighbours = [scale]
+    for _ in range(8):
+        neighbours.append(np.nextafter(neighbours[-1], np.float32(2), dtype=np.float32))
+    reciprocals = {float(np.float32(1) / value) for value in neighbours}
+    assert len(reciprocals) < len(neighbours)
