@@ -29,7 +29,7 @@ from mtp.parallel import start_processes
 from mtp.recipe import Recipe
 from mtp.recipe_text import dump_recipe
 from mtp.router_load import freeze_routers
-from mtp.run_folder import open_run
+from mtp.run_folder import RunFolder, open_run
 from mtp.schedule import StepBatches
 from mtp.teacher import Teacher
 from mtp.train import Setup, TrainState, optimize
@@ -86,25 +86,37 @@ def distil(
         draft = MTPDraft(head, teacher, recipe, text, base_fingerprint(checkpoint))
         identity = {"qad": num_steps}
         with open_run(workspace / "run", identity, dump_recipe(recipe), resume=False) as run:
-            accelerator = start_processes(teacher.device, None, run.path)
-            setup = Setup(
-                recipe=recipe,
-                draft=draft,
-                model=draft,
-                optimizers=build_optimizers(draft, recipe.train),
-                batches=StepBatches(
-                    load_prepared(data)["train"], recipe.train,
-                    num_processes=1, process=0, min_length=draft.min_length(recipe),
-                ),
-                rows=load_prepared(data)["train"],
-                run=run,
-                accelerator=accelerator,
-                provenance=_provenance(source.metadata["provenance"], recipe, num_steps),
-            )  # fmt: skip
+            provenance = _provenance(source.metadata["provenance"], recipe, num_steps)
+            setup = _setup(draft, teacher, recipe, data, run, provenance)
             state = TrainState(before=before)
             optimize(setup, state)
             assert state.best is not None  # the last step is always measured
             return HeadFolder(run.best(state.best["step"]))
+
+
+def _setup(
+    draft: MTPDraft,
+    teacher: Teacher,
+    recipe: Recipe,
+    data: Path,
+    run: RunFolder,
+    provenance: dict[str, Any],
+) -> Setup:
+    """What the training loop works with: one process, all training rows."""
+    rows = load_prepared(data)["train"]
+    return Setup(
+        recipe=recipe,
+        draft=draft,
+        model=draft,
+        optimizers=build_optimizers(draft, recipe.train),
+        batches=StepBatches(
+            rows, recipe.train, num_processes=1, process=0, min_length=draft.min_length(recipe)
+        ),
+        rows=rows,
+        run=run,
+        accelerator=start_processes(teacher.device, None, run.path),
+        provenance=provenance,
+    )
 
 
 def _recipe_for(source: HeadFolder, recipe: Recipe, num_steps: int) -> Recipe:

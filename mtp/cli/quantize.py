@@ -69,36 +69,52 @@ def quantize_command(
     Example: mtp quantize --head head --base base --data data --out head-nvfp4
     """
     _require_options(context)
-    wanted: Any = scheme.value if scheme else None  # a Scheme, of which mypy knows only str
+    form: Any = scheme.value if scheme else None  # a Scheme, of which mypy knows only str
+    failed = None
     if trunk:
         assert base is not None
-        result = _trunk(base, out, data, wanted, recipe, device, overwrite)
+        result = _trunk(base, out, data, form, recipe, device, overwrite)
         sizes = f"{result['bytes_before']} -> {result['bytes_after']} bytes"
-        emit(result, as_json, report, f"{out}: {result['num_matrices']} matrices, {sizes}")
-        return
-    if dequantize:
+        table: Any = f"{out}: {result['num_matrices']} matrices, {sizes}"
+    elif dequantize:
         from quantize.twin import dequantize as write_twin
 
-        result = write_twin(head, out, overwrite=overwrite)
-        emit(result, as_json, report, f"{out}: BF16 twin of {head}")
-        return
+        result, table = write_twin(head, out, overwrite=overwrite), f"{out}: BF16 twin of {head}"
+    else:
+        asked = {
+            "scheme": form, "algorithm": algorithm.value, "max_drop": max_drop, "qad_steps": qad,
+        }  # fmt: skip
+        result, failed = _head(head, base, data, out, recipe, asked, device, overwrite)
+        table = _table(result, out)
+    emit(result, as_json, report, table)
+    if failed is not None:
+        raise failed
+
+
+def _head(
+    head: Path,
+    base: Path | None,
+    data: Path | None,
+    out: Path,
+    recipe: Path | None,
+    asked: dict[str, Any],
+    device: str,
+    overwrite: bool,
+) -> tuple[dict[str, Any], Exception | None]:
+    """The report, and what is raised once it is printed where the gate failed."""
     if base is None or data is None:
         raise typer.BadParameter("--base and --data are needed to calibrate and to measure")
     from mtp.recipe import load_recipe
     from quantize import command
     from quantize.gate import GateFailed
 
-    settings = command.Settings(
-        scheme=wanted, algorithm=algorithm.value, max_drop=max_drop, qad_steps=qad
-    )
+    settings = command.Settings(**asked)
     try:
-        result = command.quantize(
+        return command.quantize(
             head, base, data, out, load_recipe(recipe), settings, device=device, overwrite=overwrite
-        )
+        ), None
     except GateFailed as error:
-        emit(error.result, as_json, report, _table(error.result, out))
-        raise
-    emit(result, as_json, report, _table(result, out))
+        return error.result, error
 
 
 def _require_options(context: typer.Context) -> None:
