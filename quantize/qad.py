@@ -103,6 +103,7 @@ def _setup(
     provenance: dict[str, Any],
 ) -> Setup:
     """What the training loop works with: one process, all training rows."""
+    accelerator = start_processes(teacher.device, None, run.path)
     rows = load_prepared(data)["train"]
     return Setup(
         recipe=recipe,
@@ -114,7 +115,7 @@ def _setup(
         ),
         rows=rows,
         run=run,
-        accelerator=start_processes(teacher.device, None, run.path),
+        accelerator=accelerator,
         provenance=provenance,
     )
 
