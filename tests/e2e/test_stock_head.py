@@ -35,7 +35,7 @@ learning_rate = 3e-3
 warmup_steps = 1
 [eval]
 num_prompts = 2
-max_prompt_tokens = 200
+max_prompt_tokens = 500
 num_tokens = 6
 [quantize]
 calibration_tokens = 512
