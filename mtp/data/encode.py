@@ -11,6 +11,7 @@ Special tokens that are only mentioned (literals.py) are spelt: encoded as the t
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from typing import Any
@@ -21,6 +22,7 @@ Encoded = tuple[np.ndarray, np.ndarray]
 
 _MIN_OPENING = 256  # characters; a shorter one is not worth looking up
 _OPENINGS_KEPT = 256
+_LONG = 250_000  # characters that are encoded together
 _TRIALS = ("a", " a", "\na", "Ab", "1", "é", "  \n", "")
 
 
@@ -63,18 +65,21 @@ class Encoder:
         if len(self._openings) + len(unknown) > _OPENINGS_KEPT:
             self._openings.clear()
             unknown = sorted(heads)
-        rests = [text[cut:] for text, cut in zip(texts, cuts, strict=True)]
-        encoded = self._plain([*unknown, *rests])
+        rests = [self._pieces(text[cut:]) for text, cut in zip(texts, cuts, strict=True)]
+        encoded = self._plain([*unknown, *itertools.chain.from_iterable(rests)])
         self._openings.update(zip(unknown, encoded, strict=False))
-        return [
-            _joined(self._openings[text[:cut]], rest, cut) if cut else rest
-            for text, cut, rest in zip(texts, cuts, encoded[len(unknown) :], strict=True)
-        ]
+        following = iter(encoded[len(unknown) :])
+        results = []
+        for text, cut, rest in zip(texts, cuts, rests, strict=True):
+            opening = [text[:cut]] if cut else []
+            parts = [self._openings[head] for head in opening]
+            parts += itertools.islice(following, len(rest))
+            results.append(_joined([*opening, *rest], parts))
+        return results
 
     def encode_documents(self, texts: list[str]) -> list[Encoded]:
         """As `encode`, all special tokens spelt, with those that the tokenizer puts around."""
-        encodings = self._speller.encode_batch(texts, add_special_tokens=True)
-        return list(map(self._with_offsets, texts, encodings))
+        return self._few_at_once(texts, self._speller, add_special_tokens=True)
 
     def encode_spelt(self, text: str, literals: list[tuple[int, int]]) -> Encoded:
         """As `encode` of a text whose special tokens at these positions are spelt.
@@ -117,9 +122,33 @@ class Encoder:
         match = self._cut.search(text, _MIN_OPENING) if self._cut else None
         return match.end() if match else 0
 
+    def _pieces(self, text: str) -> list[str]:
+        """A long text in parts with the tokens of the whole."""
+        starts = [0]
+        while len(text) - starts[-1] > _LONG:
+            match = self._cut.search(text, starts[-1] + _LONG) if self._cut else None
+            if match is None:
+                break
+            starts.append(match.end())
+        return [text[a:b] for a, b in itertools.pairwise([*starts, len(text)])]
+
     def _plain(self, texts: list[str]) -> list[Encoded]:
-        encodings = self._backend.encode_batch(texts, add_special_tokens=False)
-        return list(map(self._with_offsets, texts, encodings))
+        return self._few_at_once(texts, self._backend, add_special_tokens=False)
+
+    def _few_at_once(
+        self, texts: list[str], backend: Any, *, add_special_tokens: bool
+    ) -> list[Encoded]:
+        encoded: list[Encoded] = []
+        first = num_characters = 0
+        # What the tokenizer returns takes 60 bytes a character and more, until it is an array.
+        for last, text in enumerate(texts, start=1):
+            num_characters += len(text)
+            if num_characters > _LONG or last == len(texts):
+                some = texts[first:last]
+                encodings = backend.encode_batch(some, add_special_tokens=add_special_tokens)
+                encoded += map(self._with_offsets, some, encodings)
+                first, num_characters = last, 0
+        return encoded
 
     def _with_offsets(self, text: str, encoding: Any) -> Encoded:
         ids = np.asarray(encoding.ids, dtype=np.int32)
@@ -153,16 +182,20 @@ class Encoder:
             for after in _TRIALS:
                 first = before + name
                 whole, head, rest = self._plain([first + after, first, after])
-                joined = _joined(head, rest, len(first))
+                joined = _joined([first, after], [head, rest])
                 if not all(map(np.array_equal, whole, joined)):
                     return False
         return True
 
 
-def _joined(first: Encoded, second: Encoded, cut: int) -> Encoded:
-    ids, offsets = (np.concatenate(pair) for pair in zip(first, second, strict=True))
-    offsets[len(first[0]) :] += cut
-    return ids, offsets
+def _joined(pieces: list[str], parts: list[Encoded]) -> Encoded:
+    """The tokens of a text from those of its pieces."""
+    if len(parts) == 1:
+        return parts[0]
+    starts = itertools.accumulate((len(piece) for piece in pieces[:-1]), initial=0)
+    ids = np.concatenate([ids for ids, _ in parts])
+    moved = [part[1] + start for part, start in zip(parts, starts, strict=True)]
+    return ids, np.concatenate(moved)
 
 
 def _overlap(name: str, other: str) -> bool:

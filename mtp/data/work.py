@@ -29,7 +29,7 @@ from mtp.data.render import Renderer
 from mtp.data.secrets import masked
 from mtp.data.windows import Window, conversation_windows, document_windows
 
-_ITEMS_AT_ONCE = 64
+_ITEMS_AT_ONCE, _CHARACTERS_AT_ONCE = 64, 1_000_000
 _BATCHES_BEFORE_WORKERS = 8  # starting a process takes as long as some hundred rows
 _BATCHES_WAITING = 3  # for each worker
 
@@ -176,8 +176,7 @@ def work_on(
         num_workers: processes; None takes as many as this one may use cores.
     """
     num_workers = num_workers or len(os.sched_getaffinity(0))
-    stream = iter(items)
-    batches = iter(lambda: list(itertools.islice(stream, _ITEMS_AT_ONCE)), [])
+    batches = _batches(items)
     alone = _BATCHES_BEFORE_WORKERS if num_workers > 1 else None
     for batch in itertools.islice(batches, alone):
         yield from zip(batch, worker.work(_values(batch)), strict=True)
@@ -202,6 +201,28 @@ def work_on(
                 yield from zip(done, future.result(), strict=True)
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _batches(items: Iterable[Any]) -> Iterator[list[Any]]:
+    """Few rows at a time, and fewer long ones: their tokens are in memory together."""
+    batch: list[Any] = []
+    num_characters = 0
+    for item in items:
+        batch.append(item)
+        num_characters += _num_characters(item.value)
+        if len(batch) == _ITEMS_AT_ONCE or num_characters >= _CHARACTERS_AT_ONCE:
+            yield batch
+            batch, num_characters = [], 0
+    if batch:
+        yield batch
+
+
+def _num_characters(value: Value) -> int:
+    if isinstance(value, Document):
+        return len(value.text)
+    said = sum(len(message.content) + len(message.reasoning) for message in value.messages)
+    calls = sum(len(call.arguments) for message in value.messages for call in message.tool_calls)
+    return said + calls + sum(map(len, value.tools))
 
 
 def _values(batch: list[Any]) -> list[Value]:

@@ -61,6 +61,17 @@ def test_openings_are_looked_up_and_bounded(tokenizer, monkeypatch):
     assert num_different(encoder, texts) == 0
 
 
+def test_long_texts_are_encoded_in_parts(tokenizer, monkeypatch):
+    monkeypatch.setattr(encode, "_LONG", 100)
+    encoder = encode.Encoder(tokenizer)
+    texts = some_texts(100)
+    assert max(len(encoder._pieces(text)) for text in texts) > 5
+    assert all("".join(encoder._pieces(text)) == text for text in texts)
+    assert num_different(encoder, texts) == 0
+    encoder._pieces = lambda text: [text[: len(text) // 2], text[len(text) // 2 :]]
+    assert num_different(encoder, texts) > 0
+
+
 def test_wrong_lengths_and_wrong_cuts_are_seen(tokenizer):
     """Negative control of the comparison above."""
     encoder = encode.Encoder(tokenizer)
