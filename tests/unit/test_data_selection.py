@@ -362,6 +362,23 @@ def test_processes_change_nothing(tmp_path, monkeypatch):
     assert rows[0] == rows[1]
 
 
+def test_long_rows_are_not_worked_on_together(monkeypatch):
+    """All rows of a batch are tokens in memory at once."""
+    import mtp.data.work as work
+
+    class Row:
+        def __init__(self, num_characters):
+            message = Message(role="user", content="x" * num_characters)
+            self.value = Conversation(messages=(message,))
+
+    monkeypatch.setattr(work, "_CHARACTERS_AT_ONCE", 1000)
+    rows = [Row(size) for size in (400, 500, 99, 1, 5000, *[1] * 150)]
+    batches = list(work._batches(rows))
+    assert [row for batch in batches for row in batch] == rows
+    assert [len(batch) for batch in batches] == [4, 1, 64, 64, 22]
+    assert list(work._batches([])) == []
+
+
 def test_evaluation_sets_of_any_shape_are_searched_for(tmp_path):
     """MBPP as it is published: keys that no training format has, and solutions and tests in it."""
     words = "remove the first and the last occurrence of a given character from the string"
