@@ -174,16 +174,17 @@ def require_tokenizer_of(folder: Path, base: Path) -> None:
 
 
 def rows_digest(folder: Path) -> str:
-    """SHA-256 over the tokens and masks of a prepared folder, all splits, as hex."""
+    """SHA-256 over tokens, masks and categories of a prepared folder, all splits, as hex."""
     digest = hashlib.sha256()
     for split, rows in sorted(load_prepared(folder).items()):
         digest.update(split.encode())
-        columns = rows.select_columns(["input_ids", "loss_mask"]).with_format("arrow")
+        columns = rows.select_columns(["input_ids", "loss_mask", "category"]).with_format("arrow")
         for table in columns.iter(batch_size=1024) if len(rows) else ():
             for column in ("input_ids", "loss_mask"):
                 values = table.column(column).combine_chunks()
                 for part in (values.value_lengths(), values.flatten()):
                     digest.update(part.to_numpy(zero_copy_only=False).tobytes())
+            digest.update("\0".join(table.column("category").to_pylist()).encode())
     return digest.hexdigest()
 
 

@@ -70,7 +70,7 @@ def test_wrong_usage_is_2():
         ("train", "--base", "nowhere", "--data", "nowhere"),
         ("eval", "--base", "nowhere", "--data", "nowhere"),
         ("quantize", "--base", "nowhere", "--data", "nowhere"),
-        ("quantize", "--dequantize"),
+        ("quantize", "--dequantize", "--out", "out"),
         ("quantize", "--trunk", "--base", "nowhere", "--out", "out"),
         ("graft", "--base", "nowhere", "--out", "out"),
         ("verify", "nowhere"),

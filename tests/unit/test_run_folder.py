@@ -1,11 +1,14 @@
 """The run folder through kills, full disks and files that somebody changed."""
 
+import dataclasses
 import resource
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from datasets import DatasetDict
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -120,6 +123,26 @@ def test_a_history_that_lost_a_step_is_refused(tmp_path, line):
     path.write_text("")
     with pytest.raises(UserError, match="a history of schema 2"):
         read_history(path)
+
+
+def test_a_run_does_not_go_on_with_rows_of_other_categories(place, tmp_path):
+    """Their weights are in the recipe; what they weigh is in the data."""
+    base, data = place
+    loss = dataclasses.replace(tiny_recipe().loss, category_weights={"chat": 2.0})
+    recipe = dataclasses.replace(tiny_recipe(), loss=loss)
+    train(base, data, tmp_path / "head", recipe, max_steps=1)
+    rows = DatasetDict.load_from_disk(str(data))
+
+    def named(number):
+        return "code" if number % 2 else "chat"
+
+    rows["train"] = rows["train"].map(lambda _, number: {"category": named(number)},
+                                      with_indices=True)  # fmt: skip
+    other = tmp_path / "other"
+    rows.save_to_disk(str(other))
+    shutil.copyfile(data / "data.json", other / "data.json")
+    with pytest.raises(UserError, match="found data '"):
+        train(base, other, tmp_path / "head", recipe, resume=True, overwrite=True)
 
 
 def test_a_run_does_not_go_on_with_a_base_of_another_trunk(place, tmp_path):
