@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 TRACKERS = ("tensorboard", "wandb")
+NOT_OURS = ("FSDP", "DEEPSPEED", "MEGATRON_LM")  # accelerate would wrap a draft in these
 
 
 def start_processes(device: torch.device, tracker: str | None, folder: Path) -> Accelerator:
@@ -35,7 +36,8 @@ def start_processes(device: torch.device, tracker: str | None, folder: Path) -> 
         folder: where TensorBoard writes.
 
     Raises:
-        UserError: an unknown tracker, or one that is not installed.
+        UserError: an unknown tracker, or one that is not installed; or accelerate's own
+            configuration asks for another kind of sharding.
     """
     from accelerate import Accelerator
     from accelerate.tracking import get_available_trackers
@@ -46,7 +48,18 @@ def start_processes(device: torch.device, tracker: str | None, folder: Path) -> 
         raise UserError(
             f"{tracker} to be installed", "none", f"run `pip install 'mtp-graft[{tracker}]'`"
         )
-    return Accelerator(cpu=device.type == "cpu", log_with=tracker, project_dir=folder)
+    # Said outright, because what `accelerate config` once wrote would hold instead.
+    accelerator = Accelerator(
+        cpu=device.type == "cpu", log_with=tracker, project_dir=folder,
+        mixed_precision="no", dynamo_backend="no",
+    )  # fmt: skip
+    if (kind := accelerator.distributed_type.value) in NOT_OURS:
+        raise UserError(
+            "processes that accelerate only starts",
+            f"its configuration for {kind}",
+            "launch with --multi_gpu or with torchrun, and shard with --shard",
+        )
+    return accelerator
 
 
 @contextlib.contextmanager
