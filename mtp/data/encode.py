@@ -11,9 +11,11 @@ Special tokens that are only mentioned (literals.py) are spelt: encoded as the t
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -40,11 +42,8 @@ class Encoder:
         description = json.loads(tokenizer.backend_tokenizer.to_str())
         _keep_whitespace(description["post_processor"])
         self._backend = Tokenizer.from_str(json.dumps(description))
-        self._speller = Tokenizer.from_str(json.dumps(description))
-        self._speller.encode_special_tokens = True
-        for backend in (self._backend, self._speller):
-            backend.no_padding()
-            backend.no_truncation()
+        self._backend.no_padding()
+        self._backend.no_truncation()
         self.special_tokens = tuple(
             token["content"]
             for token in sorted(description["added_tokens"], key=lambda token: token["id"])
@@ -79,7 +78,8 @@ class Encoder:
 
     def encode_documents(self, texts: list[str]) -> list[Encoded]:
         """As `encode`, all special tokens spelt, with those that the tokenizer puts around."""
-        return self._few_at_once(texts, self._speller, add_special_tokens=True)
+        with self._spelling():
+            return self._plain(texts, add_special_tokens=True)
 
     def encode_spelt(self, text: str, literals: list[tuple[int, int]]) -> Encoded:
         """As `encode` of a text whose special tokens at these positions are spelt.
@@ -88,20 +88,16 @@ class Encoder:
         that can be done apart; only where `can_spell`.
         """
         assert self._cut is not None
-        ends, parts, start = set(literals), [], 0
-        marks = [m.span() for m in self._cut.finditer(text) if m.span() not in ends]
-        for mark in [*marks, (len(text), len(text))]:
-            between = text[start : mark[0]]
-            ids, offsets = self._with_offsets(
-                between, self._speller.encode(between, add_special_tokens=False)
-            )
-            parts.append((ids, offsets + start))
-            if mark[0] < mark[1]:
-                token = self._backend.token_to_id(text[slice(*mark)])
-                parts.append((np.asarray([token], dtype=np.int32), np.asarray([mark])))
-            start = mark[1]
-        ids, offsets = map(np.concatenate, zip(*parts, strict=True))
-        return ids, offsets
+        spelt = set(literals)
+        marks = [m.span() for m in self._cut.finditer(text) if m.span() not in spelt]
+        edges = [0, *itertools.chain.from_iterable(marks), len(text)]
+        pieces = [text[a:b] for a, b in itertools.pairwise(edges)]
+        with self._spelling():
+            between = self._plain(pieces[::2])
+        parts = [between[0]]
+        for token, part in zip(self._plain(pieces[1::2]), between[1:], strict=True):
+            parts += [token, part]
+        return _joined(pieces, parts)
 
     def can_cut(self, text: str, position: int) -> bool:
         """Whether the two parts of a text have the tokens of the whole."""
@@ -132,12 +128,16 @@ class Encoder:
             starts.append(match.end())
         return [text[a:b] for a, b in itertools.pairwise([*starts, len(text)])]
 
-    def _plain(self, texts: list[str]) -> list[Encoded]:
-        return self._few_at_once(texts, self._backend, add_special_tokens=False)
+    @contextlib.contextmanager
+    def _spelling(self) -> Iterator[None]:
+        """Special tokens are text meanwhile. A second tokenizer would take as much memory again."""
+        self._backend.encode_special_tokens = True
+        try:
+            yield
+        finally:
+            self._backend.encode_special_tokens = False
 
-    def _few_at_once(
-        self, texts: list[str], backend: Any, *, add_special_tokens: bool
-    ) -> list[Encoded]:
+    def _plain(self, texts: list[str], *, add_special_tokens: bool = False) -> list[Encoded]:
         encoded: list[Encoded] = []
         first = num_characters = 0
         # What the tokenizer returns takes 60 bytes a character and more, until it is an array.
@@ -145,7 +145,7 @@ class Encoder:
             num_characters += len(text)
             if num_characters > _LONG or last == len(texts):
                 some = texts[first:last]
-                encodings = backend.encode_batch(some, add_special_tokens=add_special_tokens)
+                encodings = self._backend.encode_batch(some, add_special_tokens=add_special_tokens)
                 encoded += map(self._with_offsets, some, encodings)
                 first, num_characters = last, 0
         return encoded
@@ -174,7 +174,8 @@ class Encoder:
 
     def _is_spelt(self, name: str) -> bool:
         """Whether the token can be avoided: some vocabularies hold its text as a word."""
-        ids = self._speller.encode(name, add_special_tokens=False).ids
+        with self._spelling():
+            ids = self._backend.encode(name, add_special_tokens=False).ids
         return self._backend.token_to_id(name) not in ids
 
     def _stands_trial(self, name: str) -> bool:
