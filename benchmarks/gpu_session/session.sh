@@ -111,7 +111,7 @@ both() { # needs two GPUs
      tests/unit/test_train_processes.py > "$out/nccl.log" 2>&1
    note "two processes: $?") &
   (with_vllm
-   MTP_GPU_REPORT=$out/cases-two.jsonl MTP_GPU_TIME_LIMIT=300 python3 -m pytest -p no:cacheprovider \
+   MTP_GPU_REPORT=$out/cases-two.jsonl MTP_GPU_TIME_LIMIT=450 python3 -m pytest -p no:cacheprovider \
      tests/gpu/test_model_runner_v2.py -k tensor > "$out/cases-two.log" 2>&1
    note "tensor parallel: $?") &
   wait

@@ -40,14 +40,14 @@ base() { UNTIL=data logged base train; }
 head() { logged head train; }
 edits() { logged edits bash "$here/edits.sh" "$vllm"; }
 cases() {
-  (with_vllm; cd "$root"; MTP_GPU_REPORT=$out/cases.jsonl MTP_GPU_TIME_LIMIT=300 \
+  (with_vllm; cd "$root"; MTP_GPU_REPORT=$out/cases.jsonl MTP_GPU_TIME_LIMIT=450 \
     logged cases python3 -m pytest -p no:cacheprovider -n "${CASES:-6}" tests/gpu \
     tests/unit/test_loss_kernels.py)
 }
 compiled() {
   (with_vllm; cd "$root"; [ -e "$vllm/edits/compiled" ] || edits
    export PYTHONPATH=$vllm/edits/compiled:$PYTHONPATH
-   MTP_GPU_REPORT=$out/cases-compiled.jsonl MTP_GPU_TIME_LIMIT=300 logged cases-compiled \
+   MTP_GPU_REPORT=$out/cases-compiled.jsonl MTP_GPU_TIME_LIMIT=450 logged cases-compiled \
      python3 -m pytest -p no:cacheprovider -n 4 tests/gpu/test_model_runner_v2.py -k graphs)
 }
 engines() {
