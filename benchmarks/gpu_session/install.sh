@@ -7,7 +7,7 @@ cp -r . /tmp/repo
 pip=(python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir)
 "${pip[@]}" --target /tmp/site .carry/train/*.whl
 "${pip[@]}" --target /tmp/peers .carry/peers/*.whl &
-python3 .carry/base/pack.py -d .carry/base /tmp/work/base
+python3 benchmarks/gpu_session/carry_base.py unpack .carry/base /tmp/work/base
 PYTHONPATH=/tmp/site python3 benchmarks/routing_h200/copy_code.py /tmp/code 12 torch sympy scipy \
   transformers
 wait
