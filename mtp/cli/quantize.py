@@ -75,7 +75,8 @@ def quantize_command(
         assert base is not None
         result = _trunk(base, out, data, form, recipe, device, overwrite)
         sizes = f"{result['bytes_before']} -> {result['bytes_after']} bytes"
-        table: Any = f"{out}: {result['num_matrices']} matrices, {sizes}"
+        unseen = _never_routed(result["coverage"])
+        table: Any = f"{out}: {result['num_matrices']} matrices, {sizes}{unseen}"
     elif dequantize:
         from quantize.twin import dequantize as write_twin
 
@@ -170,6 +171,13 @@ def _table(result: dict[str, Any], out: Path) -> Any:
     title = (
         f"{out}: {result['bytes_before']} -> {result['bytes_after']} bytes, mean accepted "
         f"{difference['mean_accepted']:+.4f} ({low:+.4f} to {high:+.4f})"
+        f"{_never_routed(result['coverage'])}"
     )
     rows = [("BF16", result["before"]), ("NVFP4 experts", result["after"])]
     return acceptance_table(rows, title)
+
+
+def _never_routed(coverage: list[dict[str, Any]]) -> str:
+    """A remark on the experts that calibration never reached; nothing where it reached all."""
+    count = sum(len(layer["never_routed"]) for layer in coverage)
+    return f"; {count} experts saw no token while calibrating, see coverage" if count else ""

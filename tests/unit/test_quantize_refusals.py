@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from graft.errors import UserError
 from graft.manifest import HeadFolder, base_fingerprint, write_head
 from graft.reader import Checkpoint
+from mtp.acceptance import AcceptanceCounts
 from mtp.head import head_from_base, save_head
 from mtp.recipe import EvalRecipe, QuantizeRecipe
 from quantize.command import Settings, quantize
@@ -187,3 +188,22 @@ def test_the_twin_prints_json(tmp_path):
     twin = HeadFolder(tmp_path / "twin")
     assert report["schema_version"] == 1 and report["form_before"] == "nvfp4-modelopt"
     assert report["bytes_after"] == sum(info.nbytes for info in twin.infos())
+
+
+@pytest.mark.parametrize(("unseen", "said"), [([], False), ([3, 5], True)])
+def test_experts_that_no_token_reached_are_told_to_people_too(monkeypatch, unseen, said):
+    from mtp.cli import app
+
+    metrics = AcceptanceCounts(2, 10, [5, 3]).as_dict() | {"by_category": {}, "num_prompts": 2}
+    difference = {"mean_accepted": 0.0, "mean_accepted_interval": [-0.1, 0.1]}
+    report = {
+        "before": metrics, "after": metrics, "difference": difference, "bytes_before": 2,
+        "bytes_after": 1, "coverage": [{"layer": 0, "never_routed": unseen}],
+    }  # fmt: skip
+    monkeypatch.setattr("quantize.command.quantize", lambda *_, **__: report)
+    result = CliRunner().invoke(
+        app, ["quantize", "--head", "h", "--base", "b", "--data", "d", "--out", "o"]
+    )
+    assert result.exit_code == 0, result.exception
+    words = " ".join(result.output.split())
+    assert ("2 experts saw no token" in words) == said
