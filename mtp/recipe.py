@@ -257,7 +257,15 @@ class Recipe:
 
     def __post_init__(self) -> None:
         train, num_layers = self.train, self.head.num_layers
-        if train.draft == "mtp" and train.runtime != "stock" and self.num_steps < num_layers:
+        if train.draft != "mtp":
+            return
+        if len(self.loss.position_weights) not in (0, self.num_steps):
+            raise UserError(
+                f"{self.num_steps} position_weights, one for each speculative step",
+                f"{len(self.loss.position_weights)}",
+                "correct the recipe",
+            )
+        if train.runtime != "stock" and self.num_steps < num_layers:
             raise UserError(
                 f"train.num_speculative_tokens of at least head.num_layers, {num_layers}: routed, "
                 "each step has a layer, and the others would not be trained",

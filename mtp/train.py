@@ -27,6 +27,7 @@ from graft.staging import check_output, staged_folder
 from mtp import __version__
 from mtp.checkpoint import disk_bytes, load_checkpoint, require_disk, save_checkpoint
 from mtp.data.batches import Batch
+from mtp.data.prompts import evaluation_prompts
 from mtp.data.store import (
     licences_by_source,
     load_prepared,
@@ -132,12 +133,18 @@ def train(
 
 
 def open_inputs(base: Path, data: Path, recipe: Recipe) -> tuple[Checkpoint, Any]:
-    """The base's shards and the training rows, checked against each other and the recipe."""
+    """The base's shards and the training rows, checked against each other and the recipe: before
+    a base is loaded, which takes minutes."""
     checkpoint = Checkpoint(base)
     checkpoint.require_supported()
     require_tokenizer_of(data, base)
     rows = load_prepared(data)["train"]
     require_categories(recipe.loss.category_weights, rows.unique("category"))
+    evaluation_prompts(
+        data,
+        num_prompts=recipe.eval.num_prompts,
+        max_prompt_tokens=recipe.eval.max_prompt_tokens,
+    )
     return checkpoint, rows
 
 

@@ -37,6 +37,7 @@ def test_recipe_loads(path):
         ("[loss]\nposition_weights = 1.0\n", "as a list"),
         ("[loss]\nposition_weights = ['a']\n", "position_weights of type float"),
         ("[loss]\nposition_weights = [0, 0]\n", "a position weight above 0"),
+        ("[loss]\nposition_weights = [1, 1]\n", "4 position_weights"),
         ("[loss]\ncategory_weights = 3\n", r"a table \[category_weights\]"),
         ("[loss.category_weights]\ncode = 'much'\n", "code of type float"),
         ("[loss]\nkl = 0\nce = 0\n", "a term above 0"),
@@ -95,6 +96,7 @@ def test_whole_numbers_are_welcome_as_floats(tmp_path):
 def test_nested_tables_and_lists_are_read(tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text(
+        "[head]\nnum_layers = 2\n"
         "[loss]\nposition_weights = [1, 0.5]\n[loss.category_weights]\ncode = 2\n"
         "[[loss.schedule]]\nkl = 1\nuntil = 0.25\n[[loss.schedule]]\ne2e_tv = 1\n"
     )

@@ -32,18 +32,8 @@ def objective_at(recipe: LossRecipe, progress: float) -> Objective:
 
 def position_weights(recipe: LossRecipe, num_steps: int) -> torch.Tensor:
     """[K]: the recipe's own list as it stands, or decay**k normalised to sum 1 (the form of
-    FastMTP, arXiv 2509.18362).
-
-    Raises:
-        UserError: a list of another length.
-    """
+    FastMTP, arXiv 2509.18362)."""
     if recipe.position_weights:
-        if len(recipe.position_weights) != num_steps:
-            raise UserError(
-                f"{num_steps} position_weights, one for each speculative step",
-                f"{len(recipe.position_weights)}",
-                "correct the recipe",
-            )
         return torch.tensor(recipe.position_weights)
     weights = torch.tensor([recipe.position_decay**k for k in range(num_steps)])
     return weights / weights.sum()

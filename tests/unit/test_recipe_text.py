@@ -6,18 +6,19 @@ from pathlib import Path
 import pytest
 
 from graft.errors import UserError
-from mtp.recipe import LossRecipe, LossStage, Recipe, load_recipe
+from mtp.recipe import HeadRecipe, LossRecipe, LossStage, Recipe, load_recipe
 from mtp.recipe_text import dump_recipe
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").rglob("*.toml"))
 FULL = Recipe(
+    head=HeadRecipe(num_layers=2),
     loss=LossRecipe(
         kl=0.0,
         tv=0.5,
         position_weights=(1.0, 0.25),
         category_weights={"agent": 2.0, 'a "quoted" one': 0.5, "😀\x7f": 1.0},
         schedule=(LossStage(kl=1.0, until=0.5), LossStage(e2e_tv=1.0)),
-    )
+    ),
 )
 
 

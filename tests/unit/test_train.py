@@ -245,6 +245,17 @@ def test_category_weights_that_reach_no_row_are_refused(place, tmp_path, weights
     assert not (tmp_path / "head.run").exists()
 
 
+def test_what_is_wrong_is_said_before_the_base_is_loaded(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(Teacher, "load", lambda *_, **__: pytest.fail("loaded"))
+    recipe = tiny_recipe(steps=1)
+    no_prompt = dataclasses.replace(recipe.eval, max_prompt_tokens=1)
+    small = dataclasses.replace(recipe.train, micro_batch_tokens=10)
+    for wrong, named in (({"eval": no_prompt}, "held-out prompts"), ({"train": small}, "longest")):
+        with pytest.raises(UserError, match=named):
+            train(*place, tmp_path / "head", dataclasses.replace(recipe, **wrong))
+    assert not (tmp_path / "head.run").exists()
+
+
 def test_prompts_that_give_no_draft_measure_nothing(place, tmp_path):
     recipe = tiny_recipe(steps=1)
     one = dataclasses.replace(recipe.eval, num_tokens=1)
