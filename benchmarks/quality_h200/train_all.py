@@ -103,7 +103,7 @@ def num_tokens(work: Path, settings: list[str]) -> int:
 
 
 def small_recipe(work: Path, settings: list[str]) -> Path:
-    """The recipe with `settings`, for a command without --set: the gate's prompts are few here too."""
+    """The recipe with `settings`, for a command without --set: a small gate, as evaluation is."""
     from mtp.recipe import load_recipe
     from mtp.recipe_text import dump_recipe
 
