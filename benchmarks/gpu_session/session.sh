@@ -7,6 +7,7 @@
 #   one     GPU 1: training at the 35B's shapes; both GPUs; tokens per second; the draft's table
 #   memory  `mtp data prepare` on 5 GB, on four cores
 #   single  heads (STEPS each), tokens per second while all else stands still, then acceptance
+#   rest    one GPU, half an hour: what single left open. Its draft's tokens per second have neighbours
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 benchmarks=$(cd "$here/.." && pwd)
@@ -58,11 +59,18 @@ algorithms() {
      --work /tmp/algorithms > "$out/algorithms.json" 2> "$out/algorithms.log"
    note "algorithms: $?")
 }
-pairs() { # the NVFP4 head beside the BF16 one, on both bases, on more prompts
+pairs() { # the NVFP4 head beside the BF16 one, on both bases, on many prompts of other text
   wait_for "$work/grafted/routed-kl-experts-nvfp4@base-nvfp4" 1200
+  (cd "$work" && export PYTHONPATH=$benchmarks/..:/tmp/site HF_HUB_OFFLINE=1
+   python3 "$benchmarks/routing_h200/copy_code.py" /tmp/other-code 12 pandas sklearn matplotlib
+   python3 -m mtp.cli nano traces --out other.jsonl --conversations 4000 --seed 1
+   python3 -m mtp.cli data prepare --base base --source other.jsonl --source /tmp/other-code \
+     --licence "see the packages" --max-length 1024 --max-skip 0.05 --held-out-percent 50 \
+     --out other-data) > "$out/pairs-data.log" 2>&1
   (with_vllm
    python3 "$benchmarks/quality_h200/serve_all.py" "$work" routed-kl routed-kl-experts-nvfp4 \
-     --served pairs --prompts 1600 --greedy --jobs 4 --seconds 900 > "$out/pairs.log" 2>&1
+     --served pairs --data other-data --prompts "${PAIR_PROMPTS:-3000}" --greedy --jobs 4 \
+     --seconds 900 > "$out/pairs.log" 2>&1
    note "pairs: $?"
    python3 "$benchmarks/quality_h200/summarize.py" "$work/pairs" "$out/pairs.json" \
      > "$out/pairs.md" 2>&1)
@@ -151,6 +159,22 @@ single() {
   ALGORITHM_PROMPTS=24 algorithms &
   wait
   note "single: done"
+}
+rest() {
+  export SET="train.steps=${STEPS:-600}"
+  routed base
+  HEADS="speculators-post routed-kl-8192 routed-kl" JOBS=6 LOG=first quality heads &
+  until grep -qs '"cache-base"' "$work/logs/times.jsonl"; do sleep 1; done
+  HEADS="stock-kl-8192 routed-kl-8192-3e-3 routed-kl-experts-nvfp4 routed-kl-nvfp4 routed-kl-8192-muon
+    routed-lk routed-tv routed-ce" JOBS=5 LOG=second quality heads &
+  links
+  SECONDS_TO_SERVE=1500 ENGINES=5 PROMPTS=800 quality serve &
+  pairs
+  dspark train
+  WORK=$hybrid dspark table deploy
+  algorithms
+  wait
+  note "rest: done"
 }
 heads() { quality heads; }
 case $1 in

@@ -5,7 +5,7 @@
 
 Reads heads.toml, waits for WORK/grafted/NAME@BASE of train_all.py, and leaves
 SERVED/ENGINE/result.json (serve_head.py), SERVED being WORK/served. Prompts come from the held-out
-rows of WORK/data. One engine with probabilistic drafts measures greedy decoding, where its drafts
+rows of WORK/DATA. One engine with probabilistic drafts measures greedy decoding, where its drafts
 are the most likely tokens too, and temperature 0.6; one with greedy drafts measures the same, for
 those heads of which heads.toml asks it.
 """
@@ -33,12 +33,12 @@ NUM_PROMPTS, MAX_PROMPT_TOKENS = 400, 768
 TEMPERATURES = (0.0, 0.6)
 
 
-def write_plan(work: Path, served: Path, num_prompts: int) -> Path:
+def write_plan(work: Path, data: Path, served: Path, num_prompts: int) -> Path:
     from mtp.data.prompts import evaluation_prompts
     from mtp.serving.probe import end_tokens
 
     prompts = evaluation_prompts(
-        work / "data", num_prompts=num_prompts, max_prompt_tokens=MAX_PROMPT_TOKENS
+        data, num_prompts=num_prompts, max_prompt_tokens=MAX_PROMPT_TOKENS
     )
     plan = {
         "prompts": [list(prompt.token_ids) for prompt in prompts],
@@ -98,12 +98,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=900)
     parser.add_argument("--prompts", type=int, default=NUM_PROMPTS)
     parser.add_argument("--served", default="served")
+    parser.add_argument("--data", default="data", help="whose held-out rows are asked")
     parser.add_argument("--greedy", action="store_true", help="temperature 0 alone")
     parser.add_argument("--cpu", action="store_true")
     given = parser.parse_args()
     work, deadline = given.work.resolve(), time.monotonic() + given.seconds
     served = work / given.served
-    plan = write_plan(work, served, given.prompts)
+    plan = write_plan(work, work / given.data, served, given.prompts)
     temperatures = (0.0,) if given.greedy else TEMPERATURES
     waiting = specs_of(work, given.names, plan, temperatures, given.cpu)
     waiting = [s for s in waiting if not (served / s["name"] / "result.json").exists()]
