@@ -37,9 +37,7 @@ def write_plan(work: Path, data: Path, served: Path, num_prompts: int) -> Path:
     from mtp.data.prompts import evaluation_prompts
     from mtp.serving.probe import end_tokens
 
-    prompts = evaluation_prompts(
-        data, num_prompts=num_prompts, max_prompt_tokens=MAX_PROMPT_TOKENS
-    )
+    prompts = evaluation_prompts(data, num_prompts=num_prompts, max_prompt_tokens=MAX_PROMPT_TOKENS)
     plan = {
         "prompts": [list(prompt.token_ids) for prompt in prompts],
         "conversations": [prompt.id.rpartition("@")[0] for prompt in prompts],
