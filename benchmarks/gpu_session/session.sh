@@ -7,7 +7,7 @@
 #   one     GPU 1: training at the 35B's shapes; both GPUs; tokens per second; the draft's table
 #   memory  `mtp data prepare` on 5 GB, on four cores
 #   single  heads (STEPS each), tokens per second while all else stands still, then acceptance
-#   rest    one GPU, half an hour: what single left open. Its draft's tokens per second have neighbours
+#   rest    one GPU, half an hour: what single left open; not run yet. Its draft's tokens per second have neighbours
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 benchmarks=$(cd "$here/.." && pwd)
