@@ -2,9 +2,11 @@
 # Phases on the GPU machine, in the background; /tmp/out is fetched by later calls. Before: the
 # repository in /tmp/repo, the wheels of training in /tmp/site, vLLM 0.33 unpacked in /tmp/v (as for
 # routing_h200/session.sh). Usage: session.sh PHASE...; WORK is /tmp/work unless set.
-#   train   the draft (and the base and data, unless they are there)
-#   table   beside the MTP head in WORK/grafted, for which it waits
-#   deploy  the deploy command by `vllm serve`
+#   train    the draft (and the base and data, unless they are there)
+#   engines, draft-engine   what the table asks: the MTP head in WORK/grafted, for which it waits; the draft
+#   predict  what `mtp eval` says of the head, on the table's prompts
+#   table    beside each other, while nothing else runs
+#   deploy   the deploy command by `vllm serve`
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -29,10 +31,35 @@ train() {
     cp "$work/$name" "$out/dspark-$(basename "$name")"
   done
 }
+engines() {
+  wait_for "$work/grafted/config.json"
+  (with_vllm; python3 "$here/table.py" plan "$work"
+   start_engines plain stock routed > "$out/dspark-engines.log" 2>&1
+   note "table's engines: $?")
+}
+draft-engine() {
+  wait_for "$work/table/variants.json"
+  (with_vllm; start_engines dspark > "$out/dspark-engine.log" 2>&1; note "draft's engine: $?")
+}
+start_engines() {
+  python3 "$here/../routing_h200/engines.py" start "$work/table" "${SECONDS_TO_START:-600}" "$@"
+}
+predict() {
+  wait_for "$work/grafted/config.json"
+  for runtime in routed stock; do
+    PYTHONPATH=$root:/tmp/site python3 -m mtp.cli eval --base "$work/base" --head "$work/head" \
+      --data "$work/data" --recipe "$here/recipe.toml" --runtime $runtime \
+      --report "$work/eval-$runtime.json" > "$out/eval-$runtime.log" 2>&1
+    note "predicted $runtime: $?"
+    cp "$work/eval-$runtime.json" "$out"
+  done
+}
 table() {
-  wait_for "$work/grafted"
-  (with_vllm; python3 "$here/table.py" "$work" "$out/dspark-table" > "$out/dspark-table.log" 2>&1
-   note "dspark table: $?")
+  (with_vllm
+   WARM_UP=${WARM_UP:-20} python3 "$here/table.py" measure "$work" "$out/dspark-table" "${SPEED:-90}" \
+     > "$out/dspark-table.log" 2>&1
+   note "dspark table: $?"
+   python3 "$here/../routing_h200/engines.py" stop "$work/table")
 }
 deploy() {
   wait_for "$work/draft-eval.json"

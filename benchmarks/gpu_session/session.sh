@@ -7,7 +7,8 @@
 #   one     GPU 1: training at the 35B's shapes; both GPUs; tokens per second; the draft's table
 #   memory  `mtp data prepare` on 5 GB, on four cores
 #   single  heads (STEPS each), tokens per second while all else stands still, then acceptance
-#   rest    one GPU, half an hour: what single left open; not run yet. Its draft's tokens per second have neighbours
+#   rest    one GPU, half an hour: heads of as many steps as speculators', on the data and on the base's
+#           own answers; losses; NVFP4 experts on much text; the draft beside the head
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 benchmarks=$(cd "$here/.." && pwd)
@@ -25,6 +26,7 @@ dspark() { bash "$benchmarks/dspark_h200/session.sh" "$@"; }
 links() { # what routing_h200 and dspark_h200 take for their own
   wait_for "$work/grafted/routed-kl@base" 1200
   for name in base data draft draft-eval.json; do ln -sfn "$work/$name" "$hybrid/$name"; done
+  ln -sfn "$work/heads/routed-kl" "$hybrid/head"
   ln -sfn "$work/logs/routed-kl-experts-nvfp4.json" "$hybrid/quantize.json"
   ln -sfn "$work/grafted/routed-kl@base" "$hybrid/grafted"
 }
@@ -59,21 +61,32 @@ algorithms() {
      --work /tmp/algorithms > "$out/algorithms.json" 2> "$out/algorithms.log"
    note "algorithms: $?")
 }
-pairs() { # the NVFP4 head beside the BF16 one, on both bases, on many prompts of other text
-  wait_for "$work/grafted/routed-kl-experts-nvfp4@base-nvfp4" 1200
+pair_data() { # other text than the heads learn from, half of it to be asked
   (cd "$work" && export PYTHONPATH=$benchmarks/..:/tmp/site HF_HUB_OFFLINE=1
    python3 "$benchmarks/routing_h200/copy_code.py" /tmp/other-code 12 pandas sklearn matplotlib
-   python3 -m mtp.cli nano traces --out other.jsonl --conversations 4000 --seed 1
+   python3 -m mtp.cli nano traces --out other.jsonl --conversations "${PAIR_CONVERSATIONS:-4000}" --seed 1
    python3 -m mtp.cli data prepare --base base --source other.jsonl --source /tmp/other-code \
      --licence "see the packages" --max-length 1024 --max-skip 0.05 --held-out-percent 50 \
      --out other-data) > "$out/pairs-data.log" 2>&1
+  note "other data: $?"
+}
+pairs() { # the NVFP4 head beside the BF16 one, on both bases, on many prompts of other text
+  wait_for "$work/grafted/routed-kl-experts-nvfp4@base-nvfp4" 1200
+  wait_for "$work/other-data/data.json" 600
   (with_vllm
    python3 "$benchmarks/quality_h200/serve_all.py" "$work" routed-kl routed-kl-experts-nvfp4 \
-     --served pairs --data other-data --prompts "${PAIR_PROMPTS:-3000}" --greedy --jobs 4 \
+     --served pairs --data other-data --prompts "${PAIR_PROMPTS:-4500}" --greedy --jobs 4 \
      --seconds 900 > "$out/pairs.log" 2>&1
    note "pairs: $?"
    python3 "$benchmarks/quality_h200/summarize.py" "$work/pairs" "$out/pairs.json" \
      > "$out/pairs.md" 2>&1)
+}
+own_answers() { # then heads that learn from them
+  (with_vllm
+   python3 "$benchmarks/quality_h200/own_answers.py" "$work" --rows "${OWN_ROWS:-9000}" \
+     > "$out/own-answers.log" 2>&1
+   note "own answers: $?")
+  HEADS="speculators-post-own routed-kl-own stock-kl-own" JOBS=3 LOG=own quality heads
 }
 
 one() {
@@ -100,7 +113,7 @@ one() {
      "${SPEED:-180}" > "$out/speed.log" 2>&1
    python3 "$benchmarks/routing_h200/engines.py" stop /tmp/served/rounds)
   note "speed: done"
-  WORK=$hybrid dspark table
+  WORK=$hybrid dspark engines draft-engine predict table
   pkill -CONT -s $losses
   WORK=$hybrid dspark deploy
   note "one: done"
@@ -161,18 +174,25 @@ single() {
   note "single: done"
 }
 rest() {
-  export SET="train.steps=${STEPS:-600}"
+  export SET="train.steps=${STEPS:-1200}"
   routed base
-  HEADS="speculators-post routed-kl-8192 routed-kl" JOBS=6 LOG=first quality heads &
-  until grep -qs '"cache-base"' "$work/logs/times.jsonl"; do sleep 1; done
-  HEADS="stock-kl-8192 routed-kl-8192-3e-3 routed-kl-experts-nvfp4 routed-kl-nvfp4 routed-kl-8192-muon
-    routed-lk routed-tv routed-ce" JOBS=5 LOG=second quality heads &
+  pair_data &
+  own_answers &
+  local compared="speculators-post routed-kl stock-kl" own="speculators-post-own routed-kl-own stock-kl-own"
+  local others="routed-kl-3e-3 routed-kl-experts-nvfp4 routed-kl-nvfp4 routed-ce routed-tv routed-lk
+    routed-e2e_tv routed-kl-muon"
+  HEADS="$compared $others" JOBS=5 LOG=first quality heads &
+  HEADS="$compared $own $others" SECONDS_TO_SERVE=1500 ENGINES=5 PROMPTS=${PROMPTS:-800} quality serve &
+  pairs &
+  dspark train &
   links
-  SECONDS_TO_SERVE=1500 ENGINES=5 PROMPTS=800 quality serve &
-  pairs
-  dspark train
-  WORK=$hybrid dspark table deploy
-  algorithms
+  WORK=$hybrid dspark engines predict &
+  (wait_for "$work/draft-eval.json" 1200
+   WORK=$hybrid dspark deploy &
+   WORK=$hybrid dspark draft-engine
+   wait
+   routed pause; WORK=$hybrid dspark table; routed resume
+   ALGORITHM_PROMPTS=24 algorithms) &
   wait
   note "rest: done"
 }

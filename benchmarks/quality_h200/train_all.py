@@ -2,11 +2,11 @@
 
     python train_all.py WORK [NAME...] [--jobs 5] [--device cpu] [--set TABLE.KEY=VALUE]
 
-WORK holds `base` and `data`. Leaves heads/NAME, grafted/NAME@BASE, logs/NAME.txt (commands and
-output) and logs/times.jsonl. What is there is kept, and a head that fails does not stop the
-others: its logs/NAME.failed tells `serve_all.py` not to wait. The base's states are computed once
-for all, into a cache for `mtp train` and into speculators' format; without the cache each head
-runs the base.
+WORK holds `base` and `data`, and `data-own` for the heads that learn from it. Leaves heads/NAME,
+grafted/NAME@BASE, logs/NAME.txt (commands and output) and logs/times.jsonl. What is there is kept,
+and a head that fails does not stop the others: its logs/NAME.failed tells `serve_all.py` not to
+wait. The base's states are computed once for all, into a cache for `mtp train` and into
+speculators' format; without the cache each head runs the base.
 """
 
 from __future__ import annotations
@@ -67,11 +67,12 @@ class Jobs:
     def mtp(self, name: str, made: Path, *words: str) -> None:
         self.run(name, made, "-m", "mtp.cli", *words, "--out", str(made))
 
-    def states(self) -> None:
+    def states(self, data: str, kinds: list[str]) -> None:
         """The base's hidden states in speculators' format."""
+        folder = self.work / speculators_folder(data)
         self.run(
-            "speculators-states", self.work / "speculators" / "start", SPECULATORS, "states",
-            str(self.work / "base"), str(self.work / "data"), str(self.work / "speculators"),
+            f"{folder.name}-states", folder / "start", SPECULATORS, "states",
+            str(self.work / "base"), str(self.work / data), str(folder), "--kinds", *kinds,
             "--device", self.device,
         )  # fmt: skip
 
@@ -82,23 +83,32 @@ class Jobs:
             "--base", str(self.work / "base"),
         )  # fmt: skip
 
-    def cache(self, base: str) -> None:
+    def cache(self, base: str, data: str) -> None:
         """A base's hidden states for `mtp train`."""
+        name = cache_folder(base, data)
         self.mtp(
-            f"cache-{base}", self.work / f"cache-{base}", "data", "cache",
-            "--base", str(self.work / base), "--data", str(self.work / "data"),
+            name, self.work / name, "data", "cache",
+            "--base", str(self.work / base), "--data", str(self.work / data),
             "--max-gigabytes", "16", "--device", self.device,
         )  # fmt: skip
 
 
-def num_tokens(work: Path, settings: list[str]) -> int:
+def speculators_folder(data: str) -> str:
+    return "speculators" + data.removeprefix("data")
+
+
+def cache_folder(base: str, data: str) -> str:
+    return f"cache-{base}" + data.removeprefix("data")
+
+
+def num_tokens(data: Path, settings: list[str]) -> int:
     """Tokens that `mtp train` will see, padding not counted."""
     from mtp.data.store import load_prepared
     from mtp.recipe import load_recipe
     from mtp.schedule import StepBatches
 
     recipe = load_recipe(HERE / TABLE["recipe"], settings)
-    batches = StepBatches(load_prepared(work / "data")["train"], recipe.train)
+    batches = StepBatches(load_prepared(data)["train"], recipe.train)
     return sum(batches.num_tokens(step) for step in range(recipe.train.steps))
 
 
@@ -119,6 +129,7 @@ def train_head(
     """One head, from its base's states to checkpoints to serve."""
     work = jobs.work
     base, made = head.get("base", "base"), work / "heads" / name
+    data = head.get("data", "data")
     failed = states.exception()  # waits
     if not head.get("trained", True):
         states.result()
@@ -133,26 +144,26 @@ def train_head(
                 raise RuntimeError(f"no {trained.name} to quantize")
             time.sleep(1)
         words = ["quantize", "--head", str(trained), "--base", str(work / base)]
-        words += ["--data", str(work / "data"), "--recipe", str(small_recipe(work, settings))]
+        words += ["--data", str(work / data), "--recipe", str(small_recipe(work, settings))]
         words += ["--device", jobs.device, "--report", str(jobs.logs / f"{name}.json")]
         jobs.mtp(name, made, *words)
     elif "speculators" in head:
         states.result()
         run = work / "runs" / name
-        words = ["--tokens", str(num_tokens(work, settings)), "--device", jobs.device]
+        words = ["--tokens", str(num_tokens(work / data, settings)), "--device", jobs.device]
         if jobs.device == "cpu":
             words += ["--tokens-per-step", "512"]
         if rate := head.get("learning_rate"):
             words += ["--lr", rate]
-        rows = str(work / "speculators" / head["speculators"])
+        rows = str(work / speculators_folder(data) / head["speculators"])
         jobs.run(name, run / "checkpoint_best", SPECULATORS, "train", rows, str(run), *words)
         jobs.run(name, made, SPECULATORS, "export", str(work / base), str(run), str(made))
     else:
         chosen = settings + head["set"]
         if not failed:
-            chosen += ["teacher.kind=cache", f"teacher.cache={work / f'cache-{base}'}"]
+            chosen += ["teacher.kind=cache", f"teacher.cache={work / cache_folder(base, data)}"]
         words = ["train", str(HERE / TABLE["recipe"])]
-        words += ["--base", str(work / base), "--data", str(work / "data")]
+        words += ["--base", str(work / base), "--data", str(work / data)]
         words += [word for setting in chosen for word in ("--set", setting)]
         jobs.mtp(name, made, *words, "--device", jobs.device, "--overwrite")
     for other in head.get("bases", ["base"]):
@@ -184,16 +195,20 @@ def main() -> None:
             (jobs.logs / f"{name}.failed").write_text(repr(error))
             print(f"{name} FAILED: {error!r}; see {jobs.logs / name}.txt", flush=True)
 
-    states: dict[str, Future[None]] = {}
+    states: dict[tuple[str, str], Future[None]] = {}
     with ThreadPoolExecutor(given.jobs) as pool:
         twin = pool.submit(jobs.twin)
         for name, head in heads.items():
             theirs = "speculators" in head or not head.get("trained", True)
-            kind = "speculators" if theirs else head.get("base", "base")
+            base, data = head.get("base", "base"), head.get("data", "data")
+            kind = ("speculators" if theirs else base, data)
             if kind not in states:
-                make = jobs.states if kind == "speculators" else partial(jobs.cache, kind)
-                if kind == "base-nvfp4":
+                if base == "base-nvfp4":
                     twin.exception()  # waits; without it the cache fails, and says so
+                kinds = sorted({h["speculators"] for h in heads.values() if "speculators" in h})
+                make = (
+                    partial(jobs.states, data, kinds) if theirs else partial(jobs.cache, base, data)
+                )
                 states[kind] = pool.submit(make)
             pool.submit(one, name, states[kind])
 

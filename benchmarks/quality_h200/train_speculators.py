@@ -1,6 +1,6 @@
 """The head that speculators 0.9.0 trains, on our rows: `states`, then `train`, `export`, `check`.
 
-    python train_speculators.py states BASE DATA FOLDER [--device cpu]
+    python train_speculators.py states BASE DATA FOLDER [--kinds post] [--device cpu]
     python train_speculators.py train FOLDER/post RUN --tokens N [--lr 1e-3] [--device cpu]
     python train_speculators.py export BASE RUN HEAD
     python train_speculators.py check BASE FOLDER/post RUN HEAD
@@ -37,8 +37,8 @@ SEED = 42  # their default
 TOKENS_PER_PASS = 32768  # of the base
 
 
-def states(base: Path, data: Path, folder: Path, device: str) -> None:
-    """Write both data folders and the converted start."""
+def states(base: Path, data: Path, folder: Path, kinds: list[str], device: str) -> None:
+    """Write a data folder for each kind, and the converted start."""
     from datasets import Dataset, concatenate_datasets
 
     from mtp.data.batches import collate, plan_batches, row_lengths
@@ -50,7 +50,7 @@ def states(base: Path, data: Path, folder: Path, device: str) -> None:
     lengths = row_lengths(rows)
     kept = rows.select_columns(["input_ids", "loss_mask"])
     kept = kept.add_column("seq_len", lengths).with_format("torch")
-    for name in ("pre", "post"):
+    for name in kinds:
         kept.save_to_disk(str(folder / name))
         (folder / name / "hidden_states").mkdir()
         split = {"train": len(splits["train"]), "held_out": len(splits["held_out"])}
@@ -75,8 +75,8 @@ def states(base: Path, data: Path, folder: Path, device: str) -> None:
             batch = collate(rows, indices)
             before.clear()
             found = {"post": teacher.batch_hidden(batch), "pre": before[0]}
-            for name, hidden in found.items():
-                hidden = hidden.to(torch.bfloat16).cpu()
+            for name in kinds:
+                hidden = found[name].to(torch.bfloat16).cpu()
                 for place, row in enumerate(indices):
                     length = int(lengths[row])
                     ids = batch.input_ids[place, :length]
@@ -218,13 +218,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("action", choices=["states", "train", "export", "check"])
     parser.add_argument("folders", type=Path, nargs="+")
+    parser.add_argument("--kinds", nargs="+", default=["post", "pre"])
     parser.add_argument("--tokens", type=int, default=0)
     parser.add_argument("--tokens-per-step", type=int, default=TOKENS_PER_STEP)
     parser.add_argument("--lr", default="")
     parser.add_argument("--device", default="auto")
     given = parser.parse_args()
     if given.action == "states":
-        states(*given.folders, given.device)
+        base, data, folder = given.folders
+        states(base, data, folder, given.kinds, given.device)
     elif given.action == "train":
         train(
             *given.folders, tokens=given.tokens,

@@ -99,7 +99,7 @@ verify() { # both verdicts, each by its exit code
 }
 # `pgrep -f` in a device call finds the call itself, whose text holds the pattern: so it stands here.
 signal_training() { # STOP or CONT, for a timing that needs quiet
-  for group in $(pgrep -f "serve_head.py|train_all.py|mtp.cli" | xargs -r ps -o pgid= -p | sort -u)
+  for group in $(pgrep -f "serve_head.py|train_all.py|mtp.cli|speculators" | xargs -r ps -o pgid= -p | sort -u)
   do kill "-$1" -- "-$group"; done
 }
 pause() { signal_training STOP; }

@@ -39,6 +39,7 @@ PAIRS = (
     ("routed", "edited"), ("routed", "stock"), ("routed", "plain"), ("stock", "plain"),
     ("routed-compiled", "routed"), ("routed-compiled", "stock"),
     ("routed-again", "routed"), ("edited-again", "edited"),
+    ("dspark", "plain"), ("dspark", "stock"), ("dspark", "routed"),
 )  # fmt: skip
 
 

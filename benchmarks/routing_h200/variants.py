@@ -52,7 +52,7 @@ def engine_options(kind: str, cpu: bool) -> tuple[dict[str, Any], dict[str, Any]
     }  # fmt: skip
     eager = {"enforce_eager": True}
     if cpu:
-        return common, eager, eager
+        return common | {"gpu_memory_utilization": 0.1}, eager, eager  # of the host's memory
     # A fixed cache: engines that start together would count each other's memory as theirs.
     common |= {
         "attention_backend": "TRITON_ATTN", "gdn_prefill_backend": "triton",

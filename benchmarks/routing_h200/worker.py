@@ -78,11 +78,20 @@ def start(spec: dict[str, Any]) -> Any:
     return LLM(spec["checkpoint"], skip_tokenizer_init=True, disable_log_stats=False, **arguments)
 
 
+def reserved_bytes(_: Any) -> int:
+    """What torch has reserved on the device, in a worker of the engine."""
+    import torch
+
+    return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
+
+
 def main(folder: Path) -> None:
     spec = json.loads((folder / "spec.json").read_text())
     started = time.perf_counter()
     llm, num_steps = start(spec), spec["num_speculative_tokens"] or 0
     ready = {"seconds_to_start": time.perf_counter() - started}
+    if spec.get("memory"):
+        ready["reserved_bytes"] = sum(llm.collective_rpc(reserved_bytes))
     gc.collect()
     gc.freeze()
     with Listener(str(folder / "socket"), "AF_UNIX") as listener:
