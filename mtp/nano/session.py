@@ -22,7 +22,8 @@ class Function:
     """A function of a module, as the syntax tree sees it. Lines are 1-based and inclusive.
 
     `is_strict`: undecorated and without `**keywords`, so that a call with an unknown keyword
-    raises before its body runs.
+    raises before its body runs. `is_searchable`: a search for `def NAME(` finds it, which it does
+    not where the source has two blanks or one before the parenthesis.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Function:
     docstring: str | None
     is_public_top_level: bool
     is_strict: bool
+    is_searchable: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +57,14 @@ def parse_module(path: Path) -> Module:
     """Read what tasks are made of: the functions whose name occurs once, and the classes."""
     # CPython 3.11 counts the recursion of all threads in one place, and then raises "SystemError:
     # AST constructor recursion depth mismatch" when two of them parse at once.
+    source = path.read_text(encoding="utf-8")
     with _parsing:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = ast.parse(source)
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     names = [node.name for node in nodes]
     top_level = {id(node) for node in tree.body}
     functions = [
-        _function(node, is_top_level=id(node) in top_level)
+        _function(node, is_top_level=id(node) in top_level, source=source)
         for node in sorted(nodes, key=lambda node: node.lineno)
         if names.count(node.name) == 1 and not node.name.startswith("__")
     ]
@@ -69,7 +72,7 @@ def parse_module(path: Path) -> Module:
     return Module(name=path.stem, functions=tuple(functions), num_classes=len(classes))
 
 
-def _function(node: ast.FunctionDef, *, is_top_level: bool) -> Function:
+def _function(node: ast.FunctionDef, *, is_top_level: bool, source: str) -> Function:
     stored = [n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
     assigned = dict.fromkeys(name.id for name in stored)
     plain = [*node.args.posonlyargs, *node.args.args]
@@ -85,6 +88,7 @@ def _function(node: ast.FunctionDef, *, is_top_level: bool) -> Function:
         docstring=ast.get_docstring(node),
         is_public_top_level=is_top_level and not node.name.startswith("_"),
         is_strict=not node.decorator_list and node.args.kwarg is None,
+        is_searchable=f"def {node.name}(" in source,
     )
 
 

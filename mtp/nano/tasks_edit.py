@@ -40,6 +40,8 @@ def add_docstring(session: Session, module: Module) -> bool:
     if not functions:
         return False
     function = session.rng.choice(functions)
+    if not function.is_searchable:
+        return False
     name, indent = function.name, " " * function.indent
     words = name.strip("_").replace("_", " ")
     subject = " and ".join(function.arguments[-2:]) or "nothing"
@@ -153,7 +155,10 @@ def call_wrongly(session: Session, module: Module) -> bool:
     ]
     if not functions:
         return False
-    name = session.rng.choice(functions).name
+    function = session.rng.choice(functions)
+    if not function.is_searchable:
+        return False
+    name = function.name
     code = f"import {module.name}\n{module.name}.{name}(unknown=1)"
     session.ask(f"What happens if I call `{module.name}.{name}(unknown=1)`?")
     error, found = session.act(

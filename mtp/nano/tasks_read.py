@@ -22,7 +22,10 @@ def locate(session: Session, module: Module) -> bool:
     functions = [f for f in module.functions if len(f.name) > 3]
     if not functions:
         return False
-    name = session.rng.choice(functions).name
+    function = session.rng.choice(functions)
+    if not function.is_searchable:
+        return False
+    name = function.name
     session.ask(
         f"Where is `{name}` defined, and what is its signature?",
         f"Find the definition of `{name}` and tell me its arguments.",

@@ -202,3 +202,15 @@ def test_signature_spans_lines():
 
 def test_tasks_only_name_modules_of_the_standard_library():
     assert len([n for n in agent.MODULE_NAMES if n in sys.stdlib_module_names]) > 60
+
+
+@pytest.mark.parametrize("task", [tasks_read.locate, tasks_edit.call_wrongly,
+                                  tasks_edit.add_docstring])  # fmt: skip
+@pytest.mark.parametrize("source", ["def  spaced(a):\n    pass\n", "def spaced (a):\n    pass\n"])
+def test_a_function_that_a_search_would_miss_is_not_asked_about(tmp_path, task, source):
+    (tmp_path / "odd.py").write_text(source)
+    session = Session(Workspace(tmp_path), random.Random(0), thinks=True)
+    module = parse_module(tmp_path / "odd.py")
+    assert len(module.functions) == 1
+    assert not task(session, module)
+    assert session.messages == []
