@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -157,20 +158,36 @@ class KeyFile:
     def groups(self) -> np.ndarray:
         """[C] int64: for each conversation the first member of its group."""
         self._stream.flush()
-        if not self._path.stat().st_size:
-            return np.empty(0, dtype=np.int64)
-        keys = np.memmap(self._path, dtype=np.uint64, mode="r").reshape(-1, NUM_KEYS)
-        return groups_of(keys)
+        return groups_of(self._columns())
 
     def close(self) -> None:
         """Close the file; safe to call twice."""
         self._stream.close()
 
+    def _columns(self) -> Iterator[np.ndarray]:
+        """The keys of all at one place after another, [C] uint64, in the same array each time.
 
-def groups_of(keys: np.ndarray) -> np.ndarray:
-    """[C] int64, the first member of each conversation's group; keys [C, NUM_KEYS] uint64."""
-    first = np.arange(len(keys), dtype=np.int64)
-    links = [_links(keys[:, place]) for place in range(keys.shape[1])]
+        The file is read once for each: a map of it would come to be in memory whole.
+        """
+        num_at_once = max(1, _BYTES_AT_ONCE // (8 * NUM_KEYS)) * NUM_KEYS
+        column = np.empty(self._path.stat().st_size // (8 * NUM_KEYS), dtype=np.uint64)
+        for place in range(NUM_KEYS):
+            start = 0
+            with self._path.open("rb") as stream:
+                while len(keys := np.fromfile(stream, dtype=np.uint64, count=num_at_once)):
+                    here = keys[place::NUM_KEYS]
+                    column[start : start + len(here)] = here
+                    start += len(here)
+            yield column
+
+
+def groups_of(columns: Iterable[np.ndarray]) -> np.ndarray:
+    """[C] int64, the first member of each conversation's group; NUM_KEYS columns [C] uint64."""
+    links, count = [], 0
+    for column in columns:
+        links.append(_links(column))
+        count = len(column)
+    first = np.arange(count, dtype=np.int64)
     changed = True
     while changed:
         before = first.copy()
@@ -186,8 +203,7 @@ def groups_of(keys: np.ndarray) -> np.ndarray:
 
 def _links(column: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Pairs of neighbours in the order of their keys that have the same one."""
-    values = np.asarray(column)
-    order = np.argsort(values, kind="stable")
-    ordered = values[order]
+    order = np.argsort(column, kind="stable")
+    ordered = column[order]
     same = (ordered[1:] == ordered[:-1]) & (ordered[1:] != 0)
     return order[:-1][same], order[1:][same]

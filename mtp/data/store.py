@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import shutil
 import sys
@@ -92,10 +93,10 @@ class RowWriter:
                         writer.write_batch(batch.take(pa.array(taken)))
         self._collected.unlink()
         with _quiet_progress():
-            # `datasets` would map all rows into memory to write them anew: it writes the first
-            # one and its notes, and the file that is there takes that one's place.
-            data = {split: Dataset.from_file(file) for split, file in files.items()}
-            heads = {split: rows.select(range(min(1, len(rows)))) for split, rows in data.items()}
+            # `datasets` would map all rows into memory to write them anew, and to open a file
+            # takes a page or more of each of its batches: it gets the first row alone, to write
+            # its notes, and the file that is there takes that row's place.
+            heads = {split: Dataset.from_file(self._head(file)) for split, file in files.items()}
             DatasetDict(heads).save_to_disk(str(out))
         for split in SPLITS:
             for written in (out / split).glob("*.arrow"):
@@ -108,6 +109,20 @@ class RowWriter:
             self._flush()
             self._writer.close()
             self._writer = None
+
+    def _head(self, file: str) -> str:
+        """A file with the first row of another, if it has any."""
+        import pyarrow as pa
+
+        head = f"{file}.head"
+        with (
+            pa.OSFile(file) as source,
+            pa.ipc.open_stream(source) as rows,
+            pa.ipc.new_stream(head, self._schema) as writer,
+        ):
+            for batch in itertools.islice(rows, 1):
+                writer.write_batch(batch.slice(0, 1))
+        return head
 
     def _flush(self) -> None:
         import pyarrow as pa

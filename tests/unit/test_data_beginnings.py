@@ -85,3 +85,27 @@ def test_keys_in_pieces(tmp_path, monkeypatch):
     found = file.contained()
     file.close()
     assert found.tolist() == [False, False, True, False, False, True, False]
+
+
+@pytest.mark.parametrize("num_rows_at_once", [1, 7, 1000])
+def test_groups_of_keys_read_in_pieces(tmp_path, monkeypatch, num_rows_at_once):
+    monkeypatch.setattr(dedup, "_BYTES_AT_ONCE", num_rows_at_once * 8 * dedup.NUM_KEYS)
+    keys = np.random.default_rng(0).integers(1, 900, size=(60, dedup.NUM_KEYS), dtype=np.uint64)
+    file = dedup.KeyFile(tmp_path / "keys")
+    assert file.groups().tolist() == []
+    for some in keys:
+        file.add(some)
+    groups = file.groups()
+    file.close()
+    # Independent: rows that share a key at the same place, walked from the first one on.
+    wanted = np.full(len(keys), -1)
+    for first in range(len(keys)):
+        waiting = [first] if wanted[first] < 0 else []
+        for row in waiting:
+            wanted[row] = first
+            near = (keys == keys[row]).any(axis=1) & (wanted < 0)
+            waiting += [other for other in np.flatnonzero(near) if other not in waiting]
+    assert groups.tolist() == wanted.tolist()
+    assert 1 < len(set(wanted.tolist())) < len(keys)  # some meet and some do not
+    # Control: with the places mixed up, other rows meet.
+    assert dedup.groups_of(keys.reshape(dedup.NUM_KEYS, -1)).tolist() != wanted.tolist()
