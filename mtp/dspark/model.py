@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from mtp.dspark.config import SLIDING, DSparkConfig
@@ -102,6 +103,11 @@ def block_parts(
     return parts
 
 
+# All but cuDNN's, which torch prefers on Hopper: with a mask its backward pass gives gradients that
+# are no numbers (torch 2.11 and later, pytorch#196678).
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
 class Attention(nn.Module):
     """Queries from the blocks; keys and values from the context and from the own block."""
 
@@ -137,10 +143,11 @@ class Attention(nn.Module):
                 [values[:, part.context], own_values[:, part.blocks].flatten(1, 2)], dim=1
             )
             asked = query[:, part.blocks].flatten(1, 2).transpose(1, 2)
-            output = F.scaled_dot_product_attention(
-                asked.to(told.dtype), self._repeated(seen).to(told.dtype), self._repeated(told),
-                attn_mask=part.mask,
-            )  # fmt: skip
+            with sdpa_kernel(KERNELS):
+                output = F.scaled_dot_product_attention(
+                    asked.to(told.dtype), self._repeated(seen).to(told.dtype), self._repeated(told),
+                    attn_mask=part.mask,
+                )  # fmt: skip
             outputs.append(output.transpose(1, 2).flatten(2).unflatten(1, (-1, x.shape[2])))
         return self.o_proj(torch.cat(outputs, dim=1))
 

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from dspark_reference import block_hidden, slot_logits
 from dspark_tiny import TINY, random_draft, random_inputs, tiny_config
 
-from mtp.dspark.model import RMSNorm, block_parts
+from mtp.dspark.model import KERNELS, RMSNorm, block_parts
 
 ANCHORS = torch.tensor([[0, 1, 5, 9, 10], [3, 4, 11, 11, 11]])
 
@@ -108,3 +109,24 @@ def test_checkpointed_layers_give_the_same_gradients():
         model(aux, F.embedding(blocks, embedding), ANCHORS).square().sum().backward()
         gradients.append(model.layers[0].self_attn.k_proj.weight.grad.clone())
     torch.testing.assert_close(*gradients, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("left_alone", [False, True])
+def test_attention_keeps_to_kernels_whose_gradients_hold(left_alone, monkeypatch):
+    """cuDNN's backward pass with a mask gives NaN on Hopper (pytorch#196678)."""
+    allowed = []
+    plain = F.scaled_dot_product_attention
+
+    def noting(*args, **keywords):
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return plain(*args, **keywords)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
+    if left_alone:  # the control
+        with_cudnn = [*KERNELS, SDPBackend.CUDNN_ATTENTION]
+        monkeypatch.setattr("mtp.dspark.model.KERNELS", with_cudnn)
+    model, anchors = random_draft(), torch.tensor([[2, 5]])
+    _, aux, embedding, blocks = random_inputs(TINY, 1, 12, anchors)
+    model(aux, embedding[blocks], anchors)
+    assert allowed == [left_alone] * len(TINY.layer_types)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
