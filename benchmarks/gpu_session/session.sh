@@ -13,6 +13,7 @@ set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 benchmarks=$(cd "$here/.." && pwd)
 out=/tmp/out work=/tmp/work hybrid=/tmp/hybrid
+cd "$benchmarks/.."  # each device call replaces the tree that it starts in, under what runs there
 cores_zero=${CORES_ZERO:-12-27} cores_one=${CORES_ONE:-0-11} cores_memory=${CORES_MEMORY:-28-31}
 mkdir -p "$out" "$work" "$hybrid"
 note() { echo "$(date +%T) two: $*" >> "$out/progress.txt"; }
