@@ -2,13 +2,13 @@
 # The benchmarks of the other folders as one session, in the background; /tmp/out is fetched by later
 # calls. On two GPUs for half an hour, where what is timed has GPU 1 and cores of its own (zero, one,
 # memory), or on one for a quarter of an hour (single).
-# Usage: session.sh LANE, after install.sh; vLLM comes to /tmp/v by later calls, then /tmp/v/ready.
+# Usage: session.sh LANE (STEPS: of each head, the recipe's otherwise), after install.sh; vLLM comes to /tmp/v by later calls, then /tmp/v/ready.
 #   zero    GPU 0: data, heads, the DSpark draft, all that is served without a clock
 #   one     GPU 1: training at the 35B's shapes; both GPUs; tokens per second; the draft's table
 #   memory  `mtp data prepare` on 5 GB, on four cores
-#   single  heads (STEPS each), tokens per second while all else stands still, then acceptance
+#   single  heads, tokens per second while all else stands still, then acceptance
 #   rest    one GPU, half an hour: heads of as many steps as speculators', on the data and on the base's
-#           own answers; losses; NVFP4 experts on much text; the draft beside the head
+#           own answers; losses; with PAIR_PROMPTS=4500 NVFP4 experts on much text; the draft beside the head
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 benchmarks=$(cd "$here/.." && pwd)
@@ -145,7 +145,7 @@ memory() {
   note "memory: $?"
 }
 single() {
-  export SET="train.steps=${STEPS:-300}"
+  [ -z "${STEPS:-}" ] || export SET="train.steps=$STEPS"
   routed base
   # In sessions of their own, so that they can be told to stand still.
   HEADS="routed-kl speculators-post" JOBS=5 LOG=first setsid bash "$here/session.sh" heads &
@@ -175,23 +175,25 @@ single() {
   note "single: done"
 }
 rest() {
-  export SET="train.steps=${STEPS:-1200}"
+  [ -z "${STEPS:-}" ] || export SET="train.steps=$STEPS"
   routed base
-  pair_data &
+  [ -z "${PAIR_PROMPTS:-}" ] || pair_data &
   own_answers &
   local compared="speculators-post routed-kl stock-kl" own="speculators-post-own routed-kl-own stock-kl-own"
-  local others="routed-kl-3e-3 routed-kl-experts-nvfp4 routed-kl-nvfp4 routed-ce routed-tv routed-lk
-    routed-e2e_tv routed-kl-muon"
+  local others="routed-ce routed-schedule routed-kl-muon stock-kl-muon both routed-kl-experts-nvfp4
+    routed-lk routed-kl-1e-3"
   HEADS="$compared $others" JOBS=5 LOG=first quality heads &
   HEADS="$compared $own $others" SECONDS_TO_SERVE=1500 ENGINES=5 PROMPTS=${PROMPTS:-800} quality serve &
-  pairs &
-  dspark train &
-  links
-  WORK=$hybrid dspark engines predict &
-  (wait_for "$work/draft-eval.json" 1200
-   WORK=$hybrid dspark deploy &
-   WORK=$hybrid dspark draft-engine
-   wait
+  [ -z "${PAIR_PROMPTS:-}" ] || pairs &
+  (links; WORK=$hybrid dspark engines predict) &
+  (dspark train
+   links
+   if [ -e "$work/draft-eval.json" ]; then
+     WORK=$hybrid dspark deploy &
+     WORK=$hybrid dspark draft-engine
+     wait
+   fi
+   wait_for "$hybrid/eval-stock.json" 600
    routed pause; WORK=$hybrid dspark table; routed resume
    ALGORITHM_PROMPTS=24 algorithms) &
   wait
