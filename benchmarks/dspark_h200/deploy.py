@@ -4,7 +4,7 @@
 
 `vllm serve BASE --speculative-config ...` with the draft and 7 tokens, and what a machine without
 FlashAttention and FlashInfer needs besides; requests over HTTP, greedy, the prompts of `mtp eval`;
-acceptance from /metrics beside what `mtp eval` predicted.
+acceptance from /metrics beside what `mtp eval` predicted. Not run yet.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ import worker
 from serve_head import MAX_TOKENS
 from variants import engine_options
 
-from mtp.data.prompts import _prompts
+from mtp.data.prompts import row_prompts
 from mtp.data.store import MANIFEST, RowWriter, load_prepared
 from mtp.serving.probe import end_tokens
 
@@ -41,7 +41,7 @@ def cut_rows(rows: Any, wanted: int) -> list[dict[str, Any]]:
     cut = []
     for index in order:
         row = rows[index]
-        if prompts := _prompts(row, MAX_PROMPT_TOKENS):
+        if prompts := row_prompts(row, MAX_PROMPT_TOKENS):
             end = len(generator.choice(prompts).token_ids)
             cut.append(row | {name: row[name][:end] for name in ("input_ids", "loss_mask")})
         if len(cut) == wanted:

@@ -47,7 +47,7 @@ def evaluation_prompts(
     rows = load_prepared(folder)["held_out"]
     by_category: dict[str, dict[str, list[Prompt]]] = defaultdict(lambda: defaultdict(list))
     for row in rows.with_format("numpy") if len(rows) else []:
-        for prompt in _prompts(row, max_prompt_tokens):
+        for prompt in row_prompts(row, max_prompt_tokens):
             by_category[prompt.category][str(row["conversation_id"])].append(prompt)
     if not by_category:
         raise UserError(
@@ -59,7 +59,8 @@ def evaluation_prompts(
     return _round_robin(queues)[:num_prompts]
 
 
-def _prompts(row: dict[str, Any], max_prompt_tokens: int) -> list[Prompt]:
+def row_prompts(row: dict[str, Any], max_prompt_tokens: int) -> list[Prompt]:
+    """All prompts of one row of a prepared folder, `input_ids` [T] and `loss_mask` [T]."""
     mask = np.asarray(row["loss_mask"], dtype=np.int8)
     if mask[0]:
         half = min(max_prompt_tokens, len(mask) // 2)

@@ -104,7 +104,7 @@ def block_parts(
 
 
 # All but cuDNN's, which torch prefers on Hopper: with a mask its backward pass gives gradients that
-# are no numbers (torch 2.11 and later, pytorch#196678).
+# are no numbers, at some lengths and scores (since torch 2.11, pytorch#196678).
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 

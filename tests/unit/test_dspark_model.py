@@ -113,7 +113,7 @@ def test_checkpointed_layers_give_the_same_gradients():
 
 @pytest.mark.parametrize("left_alone", [False, True])
 def test_attention_keeps_to_kernels_whose_gradients_hold(left_alone, monkeypatch):
-    """cuDNN's backward pass with a mask gives NaN on Hopper (pytorch#196678)."""
+    """cuDNN's backward pass with a mask can give NaN on Hopper (pytorch#196678)."""
     allowed = []
     plain = F.scaled_dot_product_attention
 
