@@ -39,7 +39,12 @@ engines() {
 }
 draft-engine() {
   wait_for "$work/table/variants.json"
-  (with_vllm; start_engines dspark > "$out/dspark-engine.log" 2>&1; note "draft's engine: $?")
+  (with_vllm
+   for name in dspark dspark-auto dspark-eager; do # the first that starts
+     start_engines $name > "$out/$name-engine.log" 2>&1
+     note "draft's engine $name: $?"
+     [ ! -e "$work/table/$name/ready.json" ] || break
+   done)
 }
 start_engines() {
   python3 "$here/../routing_h200/engines.py" start "$work/table" "${SECONDS_TO_START:-600}" "$@"
@@ -63,8 +68,8 @@ table() {
 }
 deploy() {
   wait_for "$work/draft-eval.json"
-  (with_vllm; python3 "$here/deploy.py" "$work" "$out/dspark-deploy.json" \
-     > "$out/dspark-deploy.log" 2>&1
-   note "dspark deploy: $?")
+  (with_vllm; python3 "$here/deploy.py" "$work" "$out/${DEPLOY:-dspark-deploy}.json" \
+     > "$out/${DEPLOY:-dspark-deploy}.log" 2>&1
+   note "${DEPLOY:-dspark-deploy}: $?")
 }
 for phase in "$@"; do "$phase"; done

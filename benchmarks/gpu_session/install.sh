@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# The first call of a session: wheels, the repository, code for the data, the base of an earlier
-# session. Usage, in the repository's copy on the GPU machine: install.sh
+# The first call of a session: wheels, the repository, code for the data, and what may be carried
+# besides: the base of an earlier session, a demo with its draft.
+# Usage, in the repository's copy on the GPU machine: install.sh
 set -euo pipefail
 mkdir -p /tmp/out /tmp/work /tmp/parts
 cp -r . /tmp/repo
 pip=(python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir)
 "${pip[@]}" --target /tmp/site .carry/train/*.whl
 "${pip[@]}" --target /tmp/peers .carry/peers/*.whl &
-python3 benchmarks/gpu_session/carry_base.py unpack .carry/base /tmp/work/base
+[ ! -d .carry/base ] || python3 benchmarks/gpu_session/carry_base.py unpack .carry/base /tmp/work/base
+[ ! -d .carry/nano ] || cp -r .carry/nano /tmp/nano
 PYTHONPATH=/tmp/site python3 benchmarks/routing_h200/copy_code.py /tmp/code 12 torch sympy scipy \
   transformers
 wait

@@ -7,8 +7,9 @@
 #   one     GPU 1: training at the 35B's shapes; both GPUs; tokens per second; the draft's table
 #   memory  `mtp data prepare` on 5 GB, on four cores
 #   single  heads, tokens per second while all else stands still, then acceptance
-#   rest    one GPU, half an hour: heads of as many steps as speculators', on the data and on the base's
-#           own answers; losses; with PAIR_PROMPTS=4500 NVFP4 experts on much text; the draft beside the head
+#   rest    one GPU, half an hour: heads of as many steps as speculators'; losses; the draft beside the
+#           head; with OWN_ROWS=9000 heads that learn from the base's own answers, with
+#           PAIR_PROMPTS=4500 NVFP4 experts on much text
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 benchmarks=$(cd "$here/.." && pwd)
@@ -176,14 +177,15 @@ single() {
 }
 rest() {
   [ -z "${STEPS:-}" ] || export SET="train.steps=$STEPS"
+  local heads="speculators-post routed-kl stock-kl routed-kl-muon routed-kl-muon-t0.6 stock-kl-muon-t0.6
+    routed-ce routed-schedule both routed-kl-t0.6 speculators-post-3e-3 routed-kl-muon-1e-3 routed-lk
+    stock-kl-muon routed-kl-muon-t0.3" own="speculators-post-own routed-kl-own stock-kl-own"
+  (compiled_step; nano_draft) &
   routed base
   [ -z "${PAIR_PROMPTS:-}" ] || pair_data &
-  own_answers &
-  local compared="speculators-post routed-kl stock-kl" own="speculators-post-own routed-kl-own stock-kl-own"
-  local others="routed-ce routed-schedule routed-kl-muon stock-kl-muon both routed-kl-experts-nvfp4
-    routed-lk routed-kl-1e-3"
-  HEADS="$compared $others" JOBS=5 LOG=first quality heads &
-  HEADS="$compared $own $others" SECONDS_TO_SERVE=1500 ENGINES=5 PROMPTS=${PROMPTS:-800} quality serve &
+  [ -z "${OWN_ROWS:-}" ] && own= || own_answers &
+  HEADS="$heads" JOBS=${JOBS:-6} LOG=first quality heads &
+  HEADS="$heads $own" SECONDS_TO_SERVE=1500 ENGINES=5 PROMPTS=${PROMPTS:-800} quality serve &
   [ -z "${PAIR_PROMPTS:-}" ] || pairs &
   (links; WORK=$hybrid dspark engines predict) &
   (dspark train
@@ -198,6 +200,19 @@ rest() {
    ALGORITHM_PROMPTS=24 algorithms) &
   wait
   note "rest: done"
+}
+compiled_step() { # speculators' training step under torch.compile, while the base learns but for what is timed
+  for case in "speculators --eager" "speculators-compiled --warm-up 2"; do
+    PYTHONPATH=$benchmarks/..:/tmp/peers:/tmp/site TRAINING=mtp.cli timeout "${COMPILED:-150}" python3 \
+      "$benchmarks/train_shapes/speculators_step.py" --name $case --out "$out/compiled.jsonl" \
+      --quiet-by "bash $benchmarks/routing_h200/session.sh" > "$out/compiled-${case%% *}.log" 2>&1
+    note "compiled step, $case: $?"
+  done
+  routed resume  # a step that ran out of time may have left the base standing
+}
+nano_draft() { # the deploy command with the demo's draft, while the base of this session is not there yet
+  [ -d /tmp/nano ] || return
+  WORK=/tmp/nano DEPLOY=nano-deploy dspark deploy
 }
 heads() { quality heads; }
 case $1 in

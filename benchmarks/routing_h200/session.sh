@@ -99,8 +99,12 @@ verify() { # both verdicts, each by its exit code
 }
 # `pgrep -f` in a device call finds the call itself, whose text holds the pattern: so it stands here.
 signal_training() { # STOP or CONT, for a timing that needs quiet
-  for group in $(pgrep -f "serve_head.py|train_all.py|mtp.cli|speculators" | xargs -r ps -o pgid= -p | sort -u)
-  do kill "-$1" -- "-$group"; done
+  local pid group own=$(ps -o pgid= -p $$)
+  for pid in $(pgrep -f "${TRAINING:-serve_head.py|train_all.py|mtp.cli|speculators}"); do
+    group=$(ps -o pgid= -p "$pid")
+    # An engine's group holds its worker; the group of whoever asks holds what wants the quiet.
+    if [ "$group" = "$own" ]; then kill "-$1" "$pid"; else kill "-$1" -- "-${group// /}"; fi
+  done
 }
 pause() { signal_training STOP; }
 resume() { signal_training CONT; }

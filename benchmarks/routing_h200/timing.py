@@ -39,7 +39,8 @@ PAIRS = (
     ("routed", "edited"), ("routed", "stock"), ("routed", "plain"), ("stock", "plain"),
     ("routed-compiled", "routed"), ("routed-compiled", "stock"),
     ("routed-again", "routed"), ("edited-again", "edited"),
-    ("dspark", "plain"), ("dspark", "stock"), ("dspark", "routed"),
+    *((draft, other) for draft in ("dspark", "dspark-auto", "dspark-eager")
+      for other in ("plain", "stock", "routed")),
 )  # fmt: skip
 
 
