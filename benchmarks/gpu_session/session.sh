@@ -177,9 +177,9 @@ single() {
 }
 rest() {
   [ -z "${STEPS:-}" ] || export SET="train.steps=$STEPS"
-  local heads="speculators-post routed-kl stock-kl routed-kl-muon routed-kl-muon-t0.6 stock-kl-muon-t0.6
-    routed-ce routed-schedule both routed-kl-t0.6 speculators-post-3e-3 routed-kl-muon-1e-3 routed-lk
-    stock-kl-muon routed-kl-muon-t0.3" own="speculators-post-own routed-kl-own stock-kl-own"
+  local heads="speculators-post routed-kl stock-kl routed-kl-muon routed-kl-muon-t06 stock-kl-muon-t06
+    routed-ce routed-schedule both routed-kl-t06 speculators-post-3e-3 routed-kl-muon-1e-3 routed-lk
+    stock-kl-muon routed-kl-muon-t03" own="speculators-post-own routed-kl-own stock-kl-own"
   (compiled_step; nano_draft) &
   routed base
   [ -z "${PAIR_PROMPTS:-}" ] || pair_data &
@@ -202,8 +202,8 @@ rest() {
   note "rest: done"
 }
 compiled_step() { # speculators' training step under torch.compile, while the base learns but for what is timed
-  for case in "speculators --eager" "speculators-compiled --warm-up 2"; do
-    PYTHONPATH=$benchmarks/..:/tmp/peers:/tmp/site TRAINING=mtp.cli timeout "${COMPILED:-150}" python3 \
+  for case in "speculators --eager" "speculators-compiled --warm-up 3 --steps 3"; do
+    PYTHONPATH=$benchmarks/..:/tmp/peers:/tmp/site TRAINING=mtp.cli timeout "${COMPILED:-220}" python3 \
       "$benchmarks/train_shapes/speculators_step.py" --name $case --out "$out/compiled.jsonl" \
       --quiet-by "bash $benchmarks/routing_h200/session.sh" > "$out/compiled-${case%% *}.log" 2>&1
     note "compiled step, $case: $?"
