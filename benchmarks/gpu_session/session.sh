@@ -180,7 +180,8 @@ rest() {
   local heads="speculators-post routed-kl stock-kl routed-kl-muon routed-kl-muon-t06 stock-kl-muon-t06
     routed-ce routed-schedule both routed-kl-t06 speculators-post-3e-3 routed-kl-muon-1e-3 routed-lk
     stock-kl-muon routed-kl-muon-t03" own="speculators-post-own routed-kl-own stock-kl-own"
-  (compiled_step; nano_draft) &
+  compiled_step &
+  nano_draft &
   routed base
   [ -z "${PAIR_PROMPTS:-}" ] || pair_data &
   [ -z "${OWN_ROWS:-}" ] && own= || own_answers &
@@ -210,8 +211,15 @@ compiled_step() { # speculators' training step under torch.compile, while the ba
   done
   routed resume  # a step that ran out of time may have left the base standing
 }
-nano_draft() { # the deploy command with the demo's draft, while the base of this session is not there yet
+nano_draft() { # the deploy command with a draft for the demo's base, while this session's is not there yet
   [ -d /tmp/nano ] || return
+  (cd /tmp/nano
+   export PYTHONPATH=$benchmarks/..:/tmp/site HF_HUB_OFFLINE=1
+   python3 -m mtp.cli train --draft dspark --base base --data data --out draft \
+     --recipe "$benchmarks/../recipes/dspark-nano/recipe.toml" &&
+   python3 -m mtp.cli eval --base base --draft draft --data data --report draft-eval.json \
+     --recipe "$benchmarks/dspark_h200/recipe.toml") > "$out/nano-draft.log" 2>&1
+  note "nano draft: $?"
   WORK=/tmp/nano DEPLOY=nano-deploy dspark deploy
 }
 heads() { quality heads; }
