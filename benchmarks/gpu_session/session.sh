@@ -210,6 +210,7 @@ compiled_step() { # speculators' training step under torch.compile, while the ba
     note "compiled step, $case: $?"
   done
   routed resume  # a step that ran out of time may have left the base standing
+  touch "$out/compiled-done"
 }
 nano_draft() { # the deploy command with a draft for the demo's base, while this session's is not there yet
   [ -d /tmp/nano ] || return
@@ -220,6 +221,7 @@ nano_draft() { # the deploy command with a draft for the demo's base, while this
    python3 -m mtp.cli eval --base base --draft draft --data data --report draft-eval.json \
      --recipe "$benchmarks/dspark_h200/recipe.toml") > "$out/nano-draft.log" 2>&1
   note "nano draft: $?"
+  wait_for "$out/compiled-done" 400
   WORK=/tmp/nano DEPLOY=nano-deploy dspark deploy
 }
 heads() { quality heads; }
