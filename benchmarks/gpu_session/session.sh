@@ -10,10 +10,11 @@
 #   rest    one GPU, half an hour: heads of as many steps as speculators'; losses; the draft beside the
 #           head; with OWN_ROWS=9000 heads that learn from the base's own answers, with
 #           PAIR_PROMPTS=4500 NVFP4 experts on much text
+#   draft   one GPU, half an hour: the draft beside the MTP head first, then what fills the time
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 benchmarks=$(cd "$here/.." && pwd)
-out=/tmp/out work=/tmp/work hybrid=/tmp/hybrid
+out=/tmp/out work=/tmp/work hybrid=/tmp/hybrid head=${HEAD:-routed-kl}  # the head that the table and algorithms take
 cd "$benchmarks/.."  # each device call replaces the tree that it starts in, under what runs there
 cores_zero=${CORES_ZERO:-12-27} cores_one=${CORES_ONE:-0-11} cores_memory=${CORES_MEMORY:-28-31}
 mkdir -p "$out" "$work" "$hybrid"
@@ -26,11 +27,11 @@ routed() { bash "$benchmarks/routing_h200/session.sh" "$@"; }
 quality() { bash "$benchmarks/quality_h200/session.sh" "$@"; }
 dspark() { bash "$benchmarks/dspark_h200/session.sh" "$@"; }
 links() { # what routing_h200 and dspark_h200 take for their own
-  wait_for "$work/grafted/routed-kl@base" 1200
+  wait_for "$work/grafted/$head@base" 1200
   for name in base data draft draft-eval.json; do ln -sfn "$work/$name" "$hybrid/$name"; done
-  ln -sfn "$work/heads/routed-kl" "$hybrid/head"
-  ln -sfn "$work/logs/routed-kl-experts-nvfp4.json" "$hybrid/quantize.json"
-  ln -sfn "$work/grafted/routed-kl@base" "$hybrid/grafted"
+  ln -sfn "$work/heads/$head" "$hybrid/head"
+  ln -sfn "$work/logs/$head-experts-nvfp4.json" "$hybrid/quantize.json"
+  ln -sfn "$work/grafted/$head@base" "$hybrid/grafted"
 }
 with_vllm() {
   wait_for /tmp/v/ready 900
@@ -54,12 +55,12 @@ zero() {
   note "zero: done"
 }
 algorithms() {
-  wait_for "$work/grafted/routed-kl@base" 1200
+  wait_for "$work/grafted/$head@base" 1200
   (export PYTHONPATH=$benchmarks/..:/tmp/site
    sed "s/^num_prompts = .*/num_prompts = ${ALGORITHM_PROMPTS:-64}/" \
      "$benchmarks/../recipes/hybrid/recipe.toml" > /tmp/algorithms.toml
    python3 "$benchmarks/quantize/algorithms.py" --base "$work/base" --data "$work/data" \
-     --head "$work/heads/routed-kl" --recipe /tmp/algorithms.toml \
+     --head "$work/heads/$head" --recipe /tmp/algorithms.toml \
      --work /tmp/algorithms > "$out/algorithms.json" 2> "$out/algorithms.log"
    note "algorithms: $?")
 }
@@ -201,6 +202,26 @@ rest() {
    ALGORITHM_PROMPTS=24 algorithms) &
   wait
   note "rest: done"
+}
+draft() {
+  head=routed-kl-muon
+  routed base
+  (HEADS="$head" JOBS=2 LOG=first quality heads
+   links; WORK=$hybrid dspark engines predict) &
+  dspark train
+  links
+  if [ -e "$work/draft-eval.json" ]; then
+    WORK=$hybrid dspark deploy &
+    WORK=$hybrid dspark draft-engine
+  fi
+  wait
+  WORK=$hybrid dspark table
+  ALGORITHM_PROMPTS=24 algorithms &
+  local more="stock-kl-muon-t03 routed-kl-muon-t03 speculators-post-3e-3 speculators-post"
+  HEADS="$more" JOBS=4 LOG=second quality heads &
+  HEADS="$head $more" SECONDS_TO_SERVE=900 ENGINES=5 PROMPTS=${PROMPTS:-800} quality serve &
+  wait
+  note "draft: done"
 }
 compiled_step() { # speculators' training step under torch.compile, while the base learns but for what is timed
   for case in "speculators --eager" "speculators-compiled --warm-up 3 --steps 3"; do
