@@ -205,6 +205,10 @@ rest() {
 }
 draft() {
   head=routed-kl-muon
+  (export PYTHONPATH=$benchmarks/..:/tmp/site
+   python3 -m pytest -p no:cacheprovider -q tests/gpu/test_losses_cuda.py tests/unit/test_loss_kernels.py \
+     > "$out/losses-cuda.log" 2>&1
+   note "losses on the device: $?") &
   routed base
   (HEADS="$head" JOBS=2 LOG=first quality heads
    links; WORK=$hybrid dspark engines predict) &
