@@ -326,11 +326,12 @@ def finish(
     setup: Setup, state: TrainState, out: Path, *, overwrite: bool, sources: list[Path]
 ) -> dict[str, Any] | None:
     """Write the best head to `out`, with the history and the recipe; return the summary."""
+    # Known before the head of a stop is measured: that is no measurement of the recipe's.
+    complete = state.step == setup.recipe.train.steps or setup.stalled(state)
     if state.measured != state.step or state.best is None:
         evaluate(setup, state)
     run, best = setup.run, state.best
     assert best is not None
-    complete = state.step == setup.recipe.train.steps or setup.stalled(state)
     if setup.accelerator.is_main_process:
         with staged_folder(
             out, overwrite=overwrite, sources=sources, mark=setup.draft.mark

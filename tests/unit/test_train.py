@@ -110,6 +110,21 @@ def test_patience_ends_training_on_a_plateau(place, tmp_path, monkeypatch):
     assert summary["best_step"] == 3  # as good as step 1, and trained for longer
 
 
+def test_measuring_where_a_run_was_stopped_does_not_end_it_early(place, tmp_path, monkeypatch):
+    """A head is written at a stop, so it is measured; that is no measurement of the recipe's."""
+    from mtp import draft
+
+    real = draft.measure
+    monkeypatch.setattr(draft, "measure", lambda *a, **k: real(*a, **k) | {"mean_accepted": 0.5})
+    recipe = tiny_recipe(eval_every=4, patience=1)
+    stopped = train(*place, tmp_path / "head", recipe, max_steps=6)
+    assert not stopped["complete"] and stopped["best_step"] == 6
+    resumed = train(*place, tmp_path / "head", recipe, resume=True, overwrite=True)
+    whole = train(*place, tmp_path / "whole", recipe)
+    assert resumed["steps"] == whole["steps"] == 8 and resumed["complete"] and whole["complete"]
+    assert same(weights(tmp_path / "head"), weights(tmp_path / "whole"))
+
+
 def test_measured_is_what_was_rounded_and_training_goes_on_in_float32(place, tmp_path):
     """Evaluations must not change the weights that are trained."""
     train(*place, tmp_path / "often", tiny_recipe(steps=7, eval_every=1), max_steps=6)
