@@ -299,7 +299,7 @@ def evaluate(setup: Setup, state: TrainState) -> dict[str, Any]:
 
 
 def export_best(setup: Setup, state: TrainState, weights: dict[str, torch.Tensor]) -> None:
-    """Write the head of this step into the run folder."""
+    """Write the head of this step into the run folder, in place of one that no checkpoint needs."""
     assert state.best and state.before
     made = setup.provenance | {
         "step": state.step,
@@ -308,6 +308,7 @@ def export_best(setup: Setup, state: TrainState, weights: dict[str, torch.Tensor
     }
     with staged_folder(setup.run.best(state.step), overwrite=True) as staging:
         setup.draft.export(staging, weights, provenance=made, acceptance=state.best["acceptance"])
+    setup.run.prune(setup.recipe.train.keep_checkpoints, state.step)
 
 
 def write_checkpoint(setup: Setup, state: TrainState) -> None:

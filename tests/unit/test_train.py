@@ -1,6 +1,7 @@
 """The training loop: order, normalisation, best head, stopping."""
 
 import dataclasses
+import itertools
 import json
 import signal
 import sys
@@ -14,7 +15,7 @@ from training import tiny_recipe, write_training_base, write_training_data
 
 from graft.errors import UserError
 from graft.manifest import HeadFolder
-from mtp.checkpoint import read_state
+from mtp.checkpoint import disk_bytes, read_state
 from mtp.data.store import load_prepared
 from mtp.history import read_history
 from mtp.schedule import StepBatches
@@ -304,6 +305,30 @@ def test_checkpoints_are_pruned_to_the_newest_and_the_heads_they_name(place, tmp
     assert {path.name for path in run.iterdir()} == {
         "history.jsonl", "recipe.toml", "run.json",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("keep", "every"), [(1, 0), (1, 3), (3, 2)])
+def test_heads_that_get_better_and_better_fill_no_disk(place, tmp_path, monkeypatch, keep, every):
+    """Each measurement is a best head; those that no checkpoint goes back to are removed."""
+    from mtp import draft
+    from mtp.run_folder import RunFolder
+
+    real, accepted, prune, sizes = draft.measure, itertools.count(), RunFolder.prune, []
+    monkeypatch.setattr(
+        draft, "measure", lambda *a, **k: real(*a, **k) | {"mean_accepted": next(accepted)}
+    )
+
+    def before_pruning(run, *arguments):  # when there is most
+        checkpoints, heads = (len(list((run.path / n).glob("*"))) for n in ("checkpoints", "best"))
+        sizes.append(12 * checkpoints + 2 * heads)
+        prune(run, *arguments)
+
+    monkeypatch.setattr(RunFolder, "prune", before_pruning)
+    recipe = tiny_recipe(steps=12, eval_every=1, checkpoint_every=every, keep_checkpoints=keep)
+    train(*place, tmp_path / "head", recipe, max_steps=11)
+    found = [path.name for path in (tmp_path / "head.run" / "best").iterdir()]
+    assert max(sizes) <= disk_bytes(torch.nn.Linear(1, 1, bias=False), keep)
+    assert len(found) == keep and "step-00000011" in found
 
 
 def test_a_broken_checkpoint_is_named(place, tmp_path):
