@@ -13,6 +13,7 @@ the step's number. So a run that was killed and resumed ends in the same weights
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -40,7 +41,7 @@ from mtp.draft import Draft
 from mtp.drafts import DRAFTS
 from mtp.held_out import held_out_text
 from mtp.history import HISTORY, flat_numbers, read_history
-from mtp.losses import require_categories
+from mtp.losses import require_categories, stage_begin
 from mtp.optimizer import build_optimizers, set_learning_rate
 from mtp.parallel import (
     agreed,
@@ -256,7 +257,8 @@ def optimizer_step(
     loss, *values, stopping = shared.tolist()
     parameters = [p for group in setup.optimizers for g in group.param_groups for p in g["params"]]
     norm = float(whole(nn.utils.clip_grad_norm_(parameters, settings.max_gradient_norm)))
-    if wrong := what_diverged(loss, norm, losses):
+    begin = stage_begin(setup.recipe.loss, state.step / settings.steps)
+    if wrong := what_diverged(loss, norm, losses[math.ceil(begin * settings.steps) :]):
         raise divergence(setup, state, wrong, batches, parts)
     for optimizer in setup.optimizers:
         optimizer.step()

@@ -18,6 +18,7 @@ from graft.manifest import HeadFolder
 from mtp.checkpoint import disk_bytes, read_state
 from mtp.data.store import load_prepared
 from mtp.history import read_history
+from mtp.recipe import LossStage
 from mtp.schedule import StepBatches
 from mtp.teacher import Teacher
 from mtp.train import train
@@ -189,6 +190,15 @@ def test_divergence_is_seen_and_a_bumpy_loss_is_not():
     assert what_diverged(4.0, 1.0, falling[:10]) is None  # too early to say
     assert "inf" in what_diverged(float("inf"), 1.0, [])
     assert "gradient" in what_diverged(1.0, float("nan"), [])
+
+
+def test_a_stage_of_another_scale_is_no_explosion(place, tmp_path):
+    recipe = tiny_recipe(steps=44, eval_every=0, checkpoint_every=0)
+    stages = (LossStage(ce=0.01, until=0.5), LossStage(ce=1.0))
+    recipe = dataclasses.replace(recipe, loss=dataclasses.replace(recipe.loss, schedule=stages))
+    assert train(*place, tmp_path / "head", recipe)["complete"]
+    losses = [record["loss"] for record in history(tmp_path / "head")]
+    assert min(losses[22:]) > 10 * max(losses[:22])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
