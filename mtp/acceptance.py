@@ -236,7 +236,10 @@ def measure(
 
 
 def summarise(
-    text: Continuations, counts: Sequence[AcceptanceCounts], num_steps: int, runtime: Runtime
+    text: Continuations,
+    counts: Sequence[AcceptanceCounts],
+    num_steps: int,
+    runtime: Runtime | Literal["dspark"],
 ) -> dict[str, Any]:
     """The metrics of `measure` from the counters of each prompt.
 

@@ -153,9 +153,10 @@ def _stored(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def disk_bytes(module: nn.Module, num_checkpoints: int) -> int:
     """Most bytes that a run has on disk at once: the kept checkpoints and one more that is being
-    written (weights and two moments in float32), two best heads and the finished one (BF16)."""
+    written (weights and two moments in float32), and for each the best head of then (BF16). The
+    finished head comes when no checkpoint is being written."""
     num_parameters = sum(p.numel() for p in module.parameters())
-    return num_parameters * (12 * (num_checkpoints + 1) + 3 * 2)
+    return num_parameters * (12 + 2) * (num_checkpoints + 1)
 
 
 def require_disk(folder: Path, needed: int) -> None:

@@ -24,7 +24,7 @@ def what_diverged(loss: float, gradient_norm: float, earlier: Sequence[float]) -
     Args:
         loss: of this step.
         gradient_norm: of this step, before clipping.
-        earlier: losses of all steps before.
+        earlier: losses of the steps before that had the same terms: others have another scale.
     """
     if not math.isfinite(loss):
         return f"a loss of {loss}"

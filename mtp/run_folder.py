@@ -83,12 +83,13 @@ class RunFolder:
         staging.replace(path)
         return records
 
-    def prune(self, keep: int) -> None:
-        """Remove all but the newest `keep` checkpoints, and heads that none of these counts as
-        its best; also what a killed run left half written or half removed."""
+    def prune(self, keep: int, best: int | None = None) -> None:
+        """Remove all but the newest `keep` checkpoints, and heads that neither these count as
+        their best nor the run does, of step `best`; also what a killed run left half written or
+        half removed."""
         kept = self.checkpoints()[-max(keep, 1) :]
-        best = {(read_state(path).get("best") or {}).get("step") for path in kept}
-        wanted = {*kept, *(self.best(step) for step in best if step is not None)}
+        steps = {(read_state(path).get("best") or {}).get("step") for path in kept} | {best}
+        wanted = {*kept, *(self.best(step) for step in steps if step is not None)}
         for folder in (self.path / CHECKPOINTS, self.path / BEST):
             for path in folder.iterdir():
                 if path not in wanted:

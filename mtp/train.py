@@ -13,6 +13,7 @@ the step's number. So a run that was killed and resumed ends in the same weights
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -40,7 +41,7 @@ from mtp.draft import Draft
 from mtp.drafts import DRAFTS
 from mtp.held_out import held_out_text
 from mtp.history import HISTORY, flat_numbers, read_history
-from mtp.losses import require_categories
+from mtp.losses import require_categories, stage_begin
 from mtp.optimizer import build_optimizers, set_learning_rate
 from mtp.parallel import (
     agreed,
@@ -256,7 +257,8 @@ def optimizer_step(
     loss, *values, stopping = shared.tolist()
     parameters = [p for group in setup.optimizers for g in group.param_groups for p in g["params"]]
     norm = float(whole(nn.utils.clip_grad_norm_(parameters, settings.max_gradient_norm)))
-    if wrong := what_diverged(loss, norm, losses):
+    begin = stage_begin(setup.recipe.loss, state.step / settings.steps)
+    if wrong := what_diverged(loss, norm, losses[math.ceil(begin * settings.steps) :]):
         raise divergence(setup, state, wrong, batches, parts)
     for optimizer in setup.optimizers:
         optimizer.step()
@@ -299,7 +301,7 @@ def evaluate(setup: Setup, state: TrainState) -> dict[str, Any]:
 
 
 def export_best(setup: Setup, state: TrainState, weights: dict[str, torch.Tensor]) -> None:
-    """Write the head of this step into the run folder."""
+    """Write the head of this step into the run folder, in place of one that no checkpoint needs."""
     assert state.best and state.before
     made = setup.provenance | {
         "step": state.step,
@@ -308,6 +310,7 @@ def export_best(setup: Setup, state: TrainState, weights: dict[str, torch.Tensor
     }
     with staged_folder(setup.run.best(state.step), overwrite=True) as staging:
         setup.draft.export(staging, weights, provenance=made, acceptance=state.best["acceptance"])
+    setup.run.prune(setup.recipe.train.keep_checkpoints, state.step)
 
 
 def write_checkpoint(setup: Setup, state: TrainState) -> None:
@@ -326,11 +329,12 @@ def finish(
     setup: Setup, state: TrainState, out: Path, *, overwrite: bool, sources: list[Path]
 ) -> dict[str, Any] | None:
     """Write the best head to `out`, with the history and the recipe; return the summary."""
+    # Known before the head of a stop is measured: that is no measurement of the recipe's.
+    complete = state.step == setup.recipe.train.steps or setup.stalled(state)
     if state.measured != state.step or state.best is None:
         evaluate(setup, state)
     run, best = setup.run, state.best
     assert best is not None
-    complete = state.step == setup.recipe.train.steps or setup.stalled(state)
     if setup.accelerator.is_main_process:
         with staged_folder(
             out, overwrite=overwrite, sources=sources, mark=setup.draft.mark

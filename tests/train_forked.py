@@ -27,7 +27,7 @@ import transformers.models.qwen3_5_moe.modeling_qwen3_5_moe  # noqa: F401 (once,
 from training import tiny_recipe, write_training_base, write_training_data
 
 from mtp.held_out import held_out_text
-from mtp.recipe import TeacherRecipe
+from mtp.recipe import DSparkRecipe, TeacherRecipe
 from mtp.teacher import Teacher
 from mtp.teacher import source as teacher_source
 from mtp.teacher.cache import build_cache
@@ -84,10 +84,12 @@ def cached_recipe(folder, **settings):
 
 def parallel(folder, device):
     """The same recipe in one process, in two that replicate, and in two that shard; then the
-    sharded run's first half, gone on with by one."""
+    sharded run's first half, gone on with by one; and the other draft, sharded."""
 
-    def run(name, world, optimizer, **options):
-        recipe = cached_recipe(folder, eval_every=3, keep_checkpoints=2, optimizer=optimizer)
+    def run(name, world, optimizer, recipe=None, **options):
+        recipe = recipe or cached_recipe(
+            folder, eval_every=3, keep_checkpoints=2, optimizer=optimizer
+        )
         arguments = {"max_steps": 6, "overwrite": True, "device": device, **options}
 
         def one():
@@ -103,6 +105,14 @@ def parallel(folder, device):
     shutil.copytree(folder / "adamw-sharded.run", folder / "moved.run")
     shutil.rmtree(folder / "moved.run" / "checkpoints" / "step-00000006")
     run("moved", 1, "adamw", resume=True)
+
+    draft = DSparkRecipe(
+        num_layers=2, block_size=4, num_speculative_tokens=3, draft_vocab_size=10,
+        sliding_window=16, mask_token_id=15, markov_rank=4, max_anchors=5,
+    )  # fmt: skip
+    recipe = replace(tiny_recipe(draft="dspark", micro_batch_tokens=60), dspark=draft)
+    for name, world in (("one", 1), ("sharded", 2)):
+        run(f"dspark-{name}", world, "adamw", recipe, shard=world > 1)
 
 
 def kills(folder, device):

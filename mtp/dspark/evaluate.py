@@ -24,13 +24,7 @@ import torch
 
 from graft.manifest import file_digest
 from graft.reader import Checkpoint
-from mtp.acceptance import (
-    SCHEMA_VERSION,
-    AcceptanceCounts,
-    Continuations,
-    continue_prompts,
-    replay,
-)
+from mtp.acceptance import AcceptanceCounts, Continuations, continue_prompts, summarise
 from mtp.data.prompts import evaluation_prompts
 from mtp.data.store import load_prepared, require_tokenizer_of
 from mtp.dspark.anchors import Blocks, choose_blocks
@@ -194,10 +188,12 @@ def measure(measured: Measured, text: Continuations) -> dict[str, Any]:
 
     Also under "teacher_forced" the reference's table, with every token of the continuations up to
     the end of the reply as an anchor, as if these were its validation data.
+
+    Raises:
+        UserError: not one draft was made.
     """
     measured.model.eval()
-    total = AcceptanceCounts(measured.num_slots)
-    by_category: dict[str, AcceptanceCounts] = {}
+    counts: list[AcceptanceCounts] = []
     table = ForcedTable(measured.model.config.block_size)
     texts = list(zip(text.prompts, text.continuations, text.states, strict=True))
     for prompt, continuation, states in track(
@@ -206,21 +202,12 @@ def measure(measured: Measured, text: Continuations) -> dict[str, Any]:
         tokens, length = [*prompt.token_ids, *continuation], len(prompt.token_ids)
         ids = torch.tensor(tokens)
         drafts = measured.drafts(ids, states, length - 1)
-        counts = replay(drafts, tokens, length, text.num_tokens, text.end_tokens)
-        total.merge(counts)
-        by_category.setdefault(prompt.category, AcceptanceCounts(measured.num_slots)).merge(counts)
+        counts.append(text.replay(len(counts), drafts))
         mask = torch.arange(len(tokens)) >= length
         mask[length + _reply_length(continuation, text.end_tokens) :] = False
         measured.forced(ids, states, _all_blocks(measured, mask), table)
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "num_prompts": len(text.prompts),
-        "num_tokens": text.num_tokens,
-        "runtime": "dspark",
-        **total.as_dict(),
-        "by_category": {name: counts.as_dict() for name, counts in sorted(by_category.items())},
-        "teacher_forced": table.as_dict(),
-    }
+    metrics = summarise(text, counts, measured.num_slots, "dspark")
+    return metrics | {"teacher_forced": table.as_dict()}
 
 
 def validate(

@@ -24,6 +24,7 @@ from mtp.losses.objective import (
     objective_at,
     position_weights,
     require_categories,
+    stage_begin,
 )
 from mtp.losses.terms import Objective
 
@@ -37,4 +38,5 @@ __all__ = [
     "objective_at",
     "position_weights",
     "require_categories",
+    "stage_begin",
 ]

@@ -30,6 +30,11 @@ def objective_at(recipe: LossRecipe, progress: float) -> Objective:
     )
 
 
+def stage_begin(recipe: LossRecipe, progress: float) -> float:
+    """The fraction of training at which the terms of `progress` took over: 0 without a schedule."""
+    return max((stage.until for stage in recipe.schedule if stage.until <= progress), default=0.0)
+
+
 def position_weights(recipe: LossRecipe, num_steps: int) -> torch.Tensor:
     """[K]: the recipe's own list as it stands, or decay**k normalised to sum 1 (the form of
     FastMTP, arXiv 2509.18362)."""

@@ -218,8 +218,8 @@ class ServerSource(BaseEnds):
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self._url + path, data=data, headers=headers)
         try:
+            request = urllib.request.Request(self._url + path, data=data, headers=headers)
             with self._opener.open(request, timeout=self._patience.timeout) as response:
                 return json.load(response)
         except urllib.error.HTTPError as error:

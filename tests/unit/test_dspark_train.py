@@ -150,6 +150,15 @@ def test_blocks_of_one_and_a_vocabulary_as_large_as_the_bases(base, data, tmp_pa
     assert metrics["draft_sha256"] == file_digest(tmp_path / "one" / "model.safetensors")
 
 
+def test_prompts_that_give_no_draft_measure_nothing(base, data, trained, tmp_path):
+    recipe = recipe_of(steps=1)
+    recipe = replace(recipe, eval=replace(recipe.eval, num_tokens=1))
+    with pytest.raises(UserError, match=r"raise eval\.num_tokens"):
+        evaluate_folder(base, trained[0], data, recipe, device="cpu")
+    with pytest.raises(UserError, match=r"raise eval\.num_tokens"):
+        train(base, data, tmp_path / "none", recipe, device="cpu")
+
+
 def test_a_draft_of_another_base_is_refused(trained, data, tmp_path):
     other = write_training_base(tmp_path / "other")
     config = json.loads((other / "config.json").read_text())

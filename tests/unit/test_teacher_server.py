@@ -117,9 +117,11 @@ def test_another_base_than_the_served_one_is_noticed(server, base, tmp_path):
         client(server, other).row_states([torch.arange(12)])
 
 
-def test_no_server(base, tmp_path):
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "server:8000", "server"])
+def test_no_server(base, tmp_path, url):
+    """The last two lack http://."""
     with pytest.raises(UserError, match="vLLM server at"):
-        ServerSource(base, "http://127.0.0.1:9", tmp_path, device="cpu", patience=QUICK)
+        ServerSource(base, url, tmp_path, device="cpu", patience=QUICK)
 
 
 def test_a_cache_built_from_the_server_goes_on_after_a_failure(

@@ -1,6 +1,7 @@
 """The training loop: order, normalisation, best head, stopping."""
 
 import dataclasses
+import itertools
 import json
 import signal
 import sys
@@ -14,9 +15,10 @@ from training import tiny_recipe, write_training_base, write_training_data
 
 from graft.errors import UserError
 from graft.manifest import HeadFolder
-from mtp.checkpoint import read_state
+from mtp.checkpoint import disk_bytes, read_state
 from mtp.data.store import load_prepared
 from mtp.history import read_history
+from mtp.recipe import LossStage
 from mtp.schedule import StepBatches
 from mtp.teacher import Teacher
 from mtp.train import train
@@ -110,6 +112,21 @@ def test_patience_ends_training_on_a_plateau(place, tmp_path, monkeypatch):
     assert summary["best_step"] == 3  # as good as step 1, and trained for longer
 
 
+def test_measuring_where_a_run_was_stopped_does_not_end_it_early(place, tmp_path, monkeypatch):
+    """A head is written at a stop, so it is measured; that is no measurement of the recipe's."""
+    from mtp import draft
+
+    real = draft.measure
+    monkeypatch.setattr(draft, "measure", lambda *a, **k: real(*a, **k) | {"mean_accepted": 0.5})
+    recipe = tiny_recipe(eval_every=4, patience=1)
+    stopped = train(*place, tmp_path / "head", recipe, max_steps=6)
+    assert not stopped["complete"] and stopped["best_step"] == 6
+    resumed = train(*place, tmp_path / "head", recipe, resume=True, overwrite=True)
+    whole = train(*place, tmp_path / "whole", recipe)
+    assert resumed["steps"] == whole["steps"] == 8 and resumed["complete"] and whole["complete"]
+    assert same(weights(tmp_path / "head"), weights(tmp_path / "whole"))
+
+
 def test_measured_is_what_was_rounded_and_training_goes_on_in_float32(place, tmp_path):
     """Evaluations must not change the weights that are trained."""
     train(*place, tmp_path / "often", tiny_recipe(steps=7, eval_every=1), max_steps=6)
@@ -173,6 +190,15 @@ def test_divergence_is_seen_and_a_bumpy_loss_is_not():
     assert what_diverged(4.0, 1.0, falling[:10]) is None  # too early to say
     assert "inf" in what_diverged(float("inf"), 1.0, [])
     assert "gradient" in what_diverged(1.0, float("nan"), [])
+
+
+def test_a_stage_of_another_scale_is_no_explosion(place, tmp_path):
+    recipe = tiny_recipe(steps=44, eval_every=0, checkpoint_every=0)
+    stages = (LossStage(ce=0.01, until=0.5), LossStage(ce=1.0))
+    recipe = dataclasses.replace(recipe, loss=dataclasses.replace(recipe.loss, schedule=stages))
+    assert train(*place, tmp_path / "head", recipe)["complete"]
+    losses = [record["loss"] for record in history(tmp_path / "head")]
+    assert min(losses[22:]) > 10 * max(losses[:22])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -289,6 +315,30 @@ def test_checkpoints_are_pruned_to_the_newest_and_the_heads_they_name(place, tmp
     assert {path.name for path in run.iterdir()} == {
         "history.jsonl", "recipe.toml", "run.json",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("keep", "every"), [(1, 0), (1, 3), (3, 2)])
+def test_heads_that_get_better_and_better_fill_no_disk(place, tmp_path, monkeypatch, keep, every):
+    """Each measurement is a best head; those that no checkpoint goes back to are removed."""
+    from mtp import draft
+    from mtp.run_folder import RunFolder
+
+    real, accepted, prune, sizes = draft.measure, itertools.count(), RunFolder.prune, []
+    monkeypatch.setattr(
+        draft, "measure", lambda *a, **k: real(*a, **k) | {"mean_accepted": next(accepted)}
+    )
+
+    def before_pruning(run, *arguments):  # when there is most
+        checkpoints, heads = (len(list((run.path / n).glob("*"))) for n in ("checkpoints", "best"))
+        sizes.append(12 * checkpoints + 2 * heads)
+        prune(run, *arguments)
+
+    monkeypatch.setattr(RunFolder, "prune", before_pruning)
+    recipe = tiny_recipe(steps=12, eval_every=1, checkpoint_every=every, keep_checkpoints=keep)
+    train(*place, tmp_path / "head", recipe, max_steps=11)
+    found = [path.name for path in (tmp_path / "head.run" / "best").iterdir()]
+    assert max(sizes) <= disk_bytes(torch.nn.Linear(1, 1, bias=False), keep)
+    assert len(found) == keep and "step-00000011" in found
 
 
 def test_a_broken_checkpoint_is_named(place, tmp_path):
