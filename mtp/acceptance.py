@@ -280,10 +280,13 @@ def evaluate(
     data: Path,
     recipe: EvalRecipe,
     *,
-    runtime: Runtime = "routed",
+    runtime: Runtime | None = None,
     device: str = "auto",
 ) -> dict[str, Any]:
     """`mtp eval`: acceptance of a head folder on held-out prompts.
+
+    Args:
+        runtime: which vLLM is predicted; None takes the one that the head was trained for.
 
     Raises:
         UserError: a broken folder, or a head that was trained on another base.
@@ -295,6 +298,6 @@ def evaluate(
     prompts = evaluation_prompts(
         data, num_prompts=recipe.num_prompts, max_prompt_tokens=recipe.max_prompt_tokens
     )
-    num_steps, _ = trained_for(source)
+    num_steps, own_runtime = trained_for(source)
     text = continue_prompts(teacher, prompts, recipe.num_tokens, num_steps)
-    return measure(teacher, head, text, num_steps=num_steps, runtime=runtime)
+    return measure(teacher, head, text, num_steps=num_steps, runtime=runtime or own_runtime)

@@ -104,7 +104,10 @@ def eval_command(
     draft: Annotated[
         Path | None, typer.Option(help="A DSpark draft's folder, instead of a head's.")
     ] = None,
-    runtime: Annotated[Runtime, typer.Option(help="Which vLLM is predicted.")] = Runtime.routed,
+    runtime: Annotated[
+        Runtime | None,
+        typer.Option(help="Which vLLM is predicted; by default the one the head was trained for."),
+    ] = None,
     recipe: RecipeFile = None,
     device: Device = "auto",
     as_json: AsJson = False,
@@ -134,7 +137,14 @@ def eval_command(
         emit(metrics, as_json, report, tables)
         return
     metrics = evaluate(
-        base, head, data, load_recipe(recipe).eval, runtime=runtime.value, device=device
+        base,
+        head,
+        data,
+        load_recipe(recipe).eval,
+        runtime=runtime.value if runtime else None,
+        device=device,
     )
     rows = [("all", metrics), *metrics["by_category"].items()]
-    emit(metrics, as_json, report, acceptance_table(rows, f"{head}, predicted, {runtime.value}"))
+    emit(
+        metrics, as_json, report, acceptance_table(rows, f"{head}, predicted, {metrics['runtime']}")
+    )

@@ -71,6 +71,8 @@ def test_heads_for_a_stock_vllm_go_the_whole_way(prepared, tmp_path, runtime, la
     folder = HeadFolder(head)
     trained_for = "stock" if runtime == "stock" else "routed"
     assert folder.metadata["acceptance"] == json.loads((tmp_path / trained_for).read_text())
+    run("eval", *common, "--head", head, "--report", tmp_path / "own")
+    assert json.loads((tmp_path / "own").read_text()) == folder.metadata["acceptance"]
     assert folder.num_layers == layers
     if runtime == "stock":  # quantization measures what the head was trained for
         run("quantize", *common, "--head", head, "--out", tmp_path / "nvfp4",
