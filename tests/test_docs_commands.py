@@ -48,6 +48,25 @@ def test_the_check_can_fail():
     assert "--nonsense" in problems_of("mtp graft --nonsense")
 
 
+def every_command(command=None, words=("mtp",)):
+    command = command or typer.main.get_command(app)
+    if not hasattr(command, "commands"):
+        yield pytest.param(command, words, id=" ".join(words))
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from every_command(inner, (*words, name))
+
+
+@pytest.mark.parametrize(("command", "words"), list(every_command()))
+def test_the_example_of_a_commands_help_can_be_pasted(command, words):
+    text = command.get_help(command.make_context(words[-1], [], resilient_parsing=True))
+    example = text.split("Example:\n")[1].split("\n\n")[0]
+    line = " ".join(example.replace("\\\n", " ").split())
+    assert "\n" not in example.replace("\\\n", " ").strip()
+    assert line.startswith(" ".join(words) + " ") and problems_of(line) is None
+    needed = [item.opts[0] for item in command.params if item.required and item.opts[0][0] == "-"]
+    assert [option for option in needed if option not in line.split()] == []
+
+
 def test_help_in_readme_is_the_programs():
     text = (ROOT / "README.md").read_text()
     shown = re.search(r"<!-- help -->\n```\n(.*?)```", text, re.S).group(1)
