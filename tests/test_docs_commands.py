@@ -67,6 +67,16 @@ def test_the_example_of_a_commands_help_can_be_pasted(command, words):
     assert [option for option in needed if option not in line.split()] == []
 
 
+def test_no_message_sends_people_to_pypi_for_this_package():
+    sources = [
+        path for part in ("graft", "mtp", "quantize") for path in (ROOT / part).rglob("*.py")
+    ]
+    named = [
+        path for path in sources if re.search(r"mtp-graft\[|install mtp-graft`", path.read_text())
+    ]
+    assert len(sources) > 100 and named == []
+
+
 def test_help_in_readme_is_the_programs():
     text = (ROOT / "README.md").read_text()
     shown = re.search(r"<!-- help -->\n```\n(.*?)```", text, re.S).group(1)

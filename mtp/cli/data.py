@@ -235,7 +235,7 @@ def data_regenerate(
 def data_stats(
     data: Annotated[Path, typer.Argument(help="Folder of `mtp data prepare`.")],
     plot: Annotated[
-        Path | None, typer.Option(help="Also draw the lengths here; needs mtp-graft[plot].")
+        Path | None, typer.Option(help="Also draw the lengths here; needs matplotlib.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -15,7 +15,7 @@ nano_app = typer.Typer(no_args_is_help=True, help="The demo's small base and its
 @nano_app.command("traces")
 def nano_traces(
     out: Annotated[Path, typer.Option("--out", help="JSONL file to write.")],
-    conversations: Annotated[int, typer.Option(help="How many to record.")] = 400,
+    conversations: Annotated[int, typer.Option(min=1, help="How many to record.")] = 400,
     seed: Annotated[int, typer.Option(help="Seed of the agent's choices.")] = 0,
 ) -> None:
     """Record a scripted agent that really works on copies of standard-library modules.
