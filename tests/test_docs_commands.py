@@ -89,7 +89,7 @@ def test_help_in_readme_is_the_programs():
     assert shown.strip().splitlines()[1:] == lines[1:]  # the first line names the program file
 
 
-def test_every_path_in_the_readme_tree_exists():
+def test_the_readme_tree_is_the_repositorys():
     text = (ROOT / "README.md").read_text()
     tree = re.search(r"<!-- tree -->\n```\n(.*?)```", text, re.S).group(1)
     folder, paths = Path(), []
@@ -101,3 +101,7 @@ def test_every_path_in_the_readme_tree_exists():
             folder = Path(name)
     assert len(paths) > 20
     assert [str(path) for path in paths if not (ROOT / path).exists()] == []
+    listed = {ROOT / path for path in paths}
+    packages = [ROOT / "graft", ROOT / "mtp", ROOT / "quantize"]
+    modules = {path for folder in packages for path in folder.glob("*.py")}
+    assert sorted(modules - listed - {folder / "__init__.py" for folder in packages}) == []
