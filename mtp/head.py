@@ -224,6 +224,20 @@ def _layer_config(modeling: Any, prefix: str, text_config: dict[str, Any], num_l
     return config
 
 
+def require_warm_start(warm_start: str) -> None:
+    """Refuse, before a base is loaded, what names neither a warm start nor a folder.
+
+    Raises:
+        UserError: it is misspelt, or the folder is not there.
+    """
+    if warm_start not in ("auto", "native", "last", "random") and not Path(warm_start).is_dir():
+        raise UserError(
+            "warm_start auto, native, last, random or a head folder",
+            repr(warm_start),
+            "correct the recipe",
+        )
+
+
 def head_from_base(base: Checkpoint, num_layers: int, warm_start: str = "auto") -> MTPHead:
     """A head to train, in float32, initialised from the base.
 
@@ -239,6 +253,7 @@ def head_from_base(base: Checkpoint, num_layers: int, warm_start: str = "auto") 
         UserError: "native" was asked of a base that has no complete head, or the head folder is
             none, or of another size.
     """
+    require_warm_start(warm_start)
     head = MTPHead(base.text_config, num_layers).float()
     if warm_start == "auto":
         warm_start = "native" if base.head_names else "last"
@@ -249,14 +264,8 @@ def head_from_base(base: Checkpoint, num_layers: int, warm_start: str = "auto") 
         _start_from_last_layer(head, base)
     elif warm_start == "random":
         _start_random(head)
-    elif Path(warm_start).is_dir():
-        _start_from_folder(head, Path(warm_start))
     else:
-        raise UserError(
-            "warm_start auto, native, last, random or a head folder",
-            repr(warm_start),
-            "correct the recipe",
-        )
+        _start_from_folder(head, Path(warm_start))
     return head
 
 

@@ -45,9 +45,7 @@ def start_processes(device: torch.device, tracker: str | None, folder: Path) -> 
     if tracker is not None and tracker not in TRACKERS:
         raise UserError(f"--tracker {' or '.join(TRACKERS)}", tracker, "choose one of them")
     if tracker is not None and tracker not in map(str, get_available_trackers()):
-        raise UserError(
-            f"{tracker} to be installed", "none", f"run `pip install 'mtp-graft[{tracker}]'`"
-        )
+        raise UserError(f"{tracker} to be installed", "none", f"run `pip install {tracker}`")
     # Said outright, because what `accelerate config` once wrote would hold instead.
     accelerator = Accelerator(
         cpu=device.type == "cpu", log_with=tracker, project_dir=folder,

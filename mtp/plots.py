@@ -33,7 +33,7 @@ def plot_run(folder: Path, out: Path | None = None) -> Path:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UserError(
-            "matplotlib to be installed", "none", "run `pip install 'mtp-graft[plot]'`"
+            "matplotlib to be installed", "none", "run `pip install matplotlib`"
         ) from error
     figure = Figure(figsize=(11, 7), layout="constrained")
     FigureCanvasAgg(figure)

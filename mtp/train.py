@@ -39,6 +39,7 @@ from mtp.data.store import (
 from mtp.divergence import divergence_error, what_diverged
 from mtp.draft import Draft
 from mtp.drafts import DRAFTS
+from mtp.head import require_warm_start
 from mtp.held_out import held_out_text
 from mtp.history import HISTORY, flat_numbers, read_history
 from mtp.losses import require_categories, stage_begin
@@ -138,6 +139,8 @@ def open_inputs(base: Path, data: Path, recipe: Recipe) -> tuple[Checkpoint, Any
     a base is loaded, which takes minutes."""
     checkpoint = Checkpoint(base)
     checkpoint.require_supported()
+    if recipe.train.draft == "mtp":
+        require_warm_start(recipe.head.warm_start)
     require_tokenizer_of(data, base)
     rows = load_prepared(data)["train"]
     require_categories(recipe.loss.category_weights, rows.unique("category"))

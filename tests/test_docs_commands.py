@@ -48,6 +48,35 @@ def test_the_check_can_fail():
     assert "--nonsense" in problems_of("mtp graft --nonsense")
 
 
+def every_command(command=None, words=("mtp",)):
+    command = command or typer.main.get_command(app)
+    if not hasattr(command, "commands"):
+        yield pytest.param(command, words, id=" ".join(words))
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from every_command(inner, (*words, name))
+
+
+@pytest.mark.parametrize(("command", "words"), list(every_command()))
+def test_the_example_of_a_commands_help_can_be_pasted(command, words):
+    text = command.get_help(command.make_context(words[-1], [], resilient_parsing=True))
+    example = text.split("Example:\n")[1].split("\n\n")[0]
+    line = " ".join(example.replace("\\\n", " ").split())
+    assert "\n" not in example.replace("\\\n", " ").strip()
+    assert line.startswith(" ".join(words) + " ") and problems_of(line) is None
+    needed = [item.opts[0] for item in command.params if item.required and item.opts[0][0] == "-"]
+    assert [option for option in needed if option not in line.split()] == []
+
+
+def test_no_message_sends_people_to_pypi_for_this_package():
+    sources = [
+        path for part in ("graft", "mtp", "quantize") for path in (ROOT / part).rglob("*.py")
+    ]
+    named = [
+        path for path in sources if re.search(r"mtp-graft\[|install mtp-graft`", path.read_text())
+    ]
+    assert len(sources) > 100 and named == []
+
+
 def test_help_in_readme_is_the_programs():
     text = (ROOT / "README.md").read_text()
     shown = re.search(r"<!-- help -->\n```\n(.*?)```", text, re.S).group(1)
@@ -60,7 +89,7 @@ def test_help_in_readme_is_the_programs():
     assert shown.strip().splitlines()[1:] == lines[1:]  # the first line names the program file
 
 
-def test_every_path_in_the_readme_tree_exists():
+def test_the_readme_tree_is_the_repositorys():
     text = (ROOT / "README.md").read_text()
     tree = re.search(r"<!-- tree -->\n```\n(.*?)```", text, re.S).group(1)
     folder, paths = Path(), []
@@ -72,3 +101,7 @@ def test_every_path_in_the_readme_tree_exists():
             folder = Path(name)
     assert len(paths) > 20
     assert [str(path) for path in paths if not (ROOT / path).exists()] == []
+    listed = {ROOT / path for path in paths}
+    packages = [ROOT / "graft", ROOT / "mtp", ROOT / "quantize"]
+    modules = {path for folder in packages for path in folder.glob("*.py")}
+    assert sorted(modules - listed - {folder / "__init__.py" for folder in packages}) == []

@@ -51,7 +51,9 @@ def graft_command(
 ) -> None:
     """Write a new checkpoint: the base's shards untouched, and the head in one more.
 
-    Example: mtp graft --base base --head head-nvfp4 --out grafted
+    \b
+    Example:
+      mtp graft --base base --head head-nvfp4 --out grafted
     """
     from graft.plan import plan_graft
     from graft.plan_report import report_plan
@@ -77,7 +79,7 @@ def verify_command(
         bool, typer.Option("--vllm", help="Also measure which layers a real vLLM runs.")
     ] = False,
     vllm_python: Annotated[
-        Path, typer.Option(help="Python of the environment that has vLLM.")
+        Path, typer.Option(help="Python of the environment that has vLLM.", show_default="this one")
     ] = Path(sys.executable),
     data: Annotated[
         Path | None, typer.Option("--data", help="Prompts for --vllm; a few texts without it.")
@@ -90,7 +92,10 @@ def verify_command(
     With --vllm, also serve it and a twin whose later layers are scrambled, and compare. Exit code
     1 if a check failed or the layers are not routed.
 
-    Example: mtp verify grafted --base base --vllm --vllm-python .venv-vllm/bin/python
+    \b
+    Example:
+      mtp verify grafted --base base --vllm \\
+        --vllm-python .venv-vllm/bin/python
     """
     from graft.verify import verify_graft
     from mtp.serving.routing import routing_in_words
@@ -127,7 +132,10 @@ def probe_command(
     ],
     data: Data,
     vllm_python: Annotated[
-        Path, typer.Option(help="Python of an environment that has vLLM and mtp-graft.")
+        Path,
+        typer.Option(
+            help="Python of an environment that has vLLM and mtp-graft.", show_default="this one"
+        ),
     ] = Path(sys.executable),
     predicted: Annotated[
         list[str] | None, typer.Option(help="LABEL=REPORT of `mtp eval` or `mtp quantize`.")
@@ -139,7 +147,10 @@ def probe_command(
 ) -> None:
     """Serve grafted checkpoints in vLLM, stock and routed, and read its own counters.
 
-    Example: mtp probe --checkpoint BF16=grafted --data data --predicted BF16=eval.json
+    \b
+    Example:
+      mtp probe --checkpoint BF16=grafted --data data \\
+        --predicted BF16=eval.json
     """
     from mtp.recipe import load_recipe
     from mtp.serving.compare import compare_runtimes, table_rows

@@ -48,7 +48,10 @@ def data_prepare(
 ) -> None:
     """Render conversations and code with the base's tokenizer, and mask what is supervised.
 
-    Example: mtp data prepare --base base --source traces.jsonl --source src/ --out data
+    \b
+    Example:
+      mtp data prepare --base base --source traces.jsonl --source src/ \\
+        --out data
     """
     from mtp.data.prepare import prepare
 
@@ -128,7 +131,9 @@ def data_cache(
     measures on is written too; without one, the first training loads the base for that. A recipe of
     a DSpark draft also keeps the output of the layers that it reads.
 
-    Example: mtp data cache --base base --data data --out states
+    \b
+    Example:
+      mtp data cache --base base --data data --out states
     """
     from graft.reader import Checkpoint
     from mtp.data.store import SPLITS
@@ -188,7 +193,10 @@ def data_regenerate(
 
     Run the same command again to go on after a stop. A key is read from OPENAI_API_KEY.
 
-    Example: mtp data regenerate --url http://localhost:8000/v1 --data traces.jsonl --out own.jsonl
+    \b
+    Example:
+      mtp data regenerate --url http://localhost:8000/v1 --data traces.jsonl \\
+        --out own.jsonl
     """
     from graft.errors import UserError
     from mtp.data.regenerate import base_record, regenerate
@@ -227,13 +235,15 @@ def data_regenerate(
 def data_stats(
     data: Annotated[Path, typer.Argument(help="Folder of `mtp data prepare`.")],
     plot: Annotated[
-        Path | None, typer.Option(help="Also draw the lengths here; needs mtp-graft[plot].")
+        Path | None, typer.Option(help="Also draw the lengths here; needs matplotlib.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Lengths, categories, supervised share and tool-call share of prepared data.
 
-    Example: mtp data stats data --plot lengths.png
+    \b
+    Example:
+      mtp data stats data --plot lengths.png
     """
     from mtp.data.stats import as_text, plot_lengths, statistics
 

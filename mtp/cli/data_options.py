@@ -46,7 +46,7 @@ Decontaminate = Annotated[
 ]
 Scan = Annotated[
     str | None,
-    typer.Option("--scan", help="mask or drop keys, passwords, addresses; needs mtp-graft[scan]."),
+    typer.Option("--scan", help="mask or drop keys, passwords, addresses; needs detect-secrets."),
 ]
 Mix = Annotated[
     str | None,

@@ -23,7 +23,9 @@ def extract_command(
 ) -> None:
     """Take the head out of a checkpoint: a start for `mtp train`, or for another graft.
 
-    Example: mtp head extract base --out head
+    \b
+    Example:
+      mtp head extract base --out head
     """
     from graft.extract import extract_head
 

@@ -70,7 +70,9 @@ def train_command(
 ) -> None:
     """Distil a head, or a DSpark draft, from the base.
 
-    Example: mtp train recipes/nano/recipe.toml --base base --data data --out head
+    \b
+    Example:
+      mtp train recipes/nano/recipe.toml --base base --data data --out head
     """
     from mtp.recipe import load_recipe
     from mtp.tables import acceptance_table
@@ -115,7 +117,9 @@ def eval_command(
 ) -> None:
     """Predict what vLLM will measure: replay speculative decoding on held-out prompts.
 
-    Example: mtp eval --base base --head head --data data --report eval.json
+    \b
+    Example:
+      mtp eval --base base --head head --data data --report eval.json
     """
     from mtp.acceptance import evaluate
     from mtp.recipe import load_recipe

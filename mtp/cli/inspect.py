@@ -20,7 +20,9 @@ def inspect_command(
     Reads headers and configs only. Exit code 1 if an error was found: the checkpoint can't be
     served, or its drafts would be garbage. Warnings leave it 0.
 
-    Example: mtp inspect grafted
+    \b
+    Example:
+      mtp inspect grafted
     """
     from graft.inspect import inspect_checkpoint
     from mtp.serving.routing import routing_in_words

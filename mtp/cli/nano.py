@@ -15,12 +15,14 @@ nano_app = typer.Typer(no_args_is_help=True, help="The demo's small base and its
 @nano_app.command("traces")
 def nano_traces(
     out: Annotated[Path, typer.Option("--out", help="JSONL file to write.")],
-    conversations: Annotated[int, typer.Option(help="How many to record.")] = 400,
+    conversations: Annotated[int, typer.Option(min=1, help="How many to record.")] = 400,
     seed: Annotated[int, typer.Option(help="Seed of the agent's choices.")] = 0,
 ) -> None:
     """Record a scripted agent that really works on copies of standard-library modules.
 
-    Example: mtp nano traces --out traces.jsonl
+    \b
+    Example:
+      mtp nano traces --out traces.jsonl
     """
     from mtp.nano.agent import record_traces
 
@@ -32,7 +34,9 @@ def nano_traces(
 def nano_code(out: Out, overwrite: Overwrite = False) -> None:
     """Copy real Python source: the standard library of the running interpreter.
 
-    Example: mtp nano code --out code
+    \b
+    Example:
+      mtp nano code --out code
     """
     from mtp.nano.stdlib import copy_stdlib
 
@@ -51,7 +55,9 @@ def nano_base(
 ) -> None:
     """Train the demo's small Qwen3.5-MoE base, with its tokenizer.
 
-    Example: mtp nano base --traces traces.jsonl --code code --out base
+    \b
+    Example:
+      mtp nano base --traces traces.jsonl --code code --out base
     """
     from mtp.nano.base import train_base
     from mtp.recipe import load_recipe

@@ -16,7 +16,9 @@ def plot_command(
 ) -> None:
     """Draw a run's loss, acceptance and learning rate as a PNG.
 
-    Example: mtp plot head.run
+    \b
+    Example:
+      mtp plot head.run
     """
     from mtp.plots import plot_run
 

@@ -66,7 +66,9 @@ def quantize_command(
 ) -> None:
     """Quantize a head's routed experts to NVFP4, with acceptance before and after.
 
-    Example: mtp quantize --head head --base base --data data --out head-nvfp4
+    \b
+    Example:
+      mtp quantize --head head --base base --data data --out head-nvfp4
     """
     _require_options(context)
     form: Any = scheme.value if scheme else None  # a Scheme, of which mypy knows only str

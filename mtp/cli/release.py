@@ -28,8 +28,10 @@ def release_build(
 ) -> None:
     """Assemble a Hub-ready folder with a model card. Nothing is uploaded.
 
-    Example: mtp release build --checkpoint grafted --out release --name me/model \
-    --license mit --license-file LICENSE --evaluation eval.json
+    \b
+    Example:
+      mtp release build --checkpoint grafted --out release --name me/model \\
+        --license mit --license-file LICENSE --evaluation eval.json
     """
     from mtp.release.assemble import build_release
 
@@ -64,8 +66,11 @@ def release_draft(
 ) -> None:
     """Assemble the folder of a DSpark draft, which is served beside its base.
 
-    Example: mtp release draft --draft draft --base base --out release-draft --name me/draft \
-    --base-name me/model --license mit --license-file LICENSE --evaluation eval.json
+    \b
+    Example:
+      mtp release draft --draft draft --base base --out release-draft \\
+        --name me/draft --base-name me/model --license mit \\
+        --license-file LICENSE --evaluation eval.json
     """
     from mtp.release.draft import build_draft_release
 

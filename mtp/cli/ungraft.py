@@ -29,7 +29,9 @@ def ungraft_command(
     Where it dropped an old head, re-emitted a shard or left the vision tower out, the base must be
     given, and is checked against the manifest. Files changed since the graft are refused.
 
-    Example: mtp ungraft grafted --out base
+    \b
+    Example:
+      mtp ungraft grafted --out base
     """
     from graft.ungraft import plan_ungraft, write_ungraft
 

@@ -245,7 +245,7 @@ class PrepareReport:
             raise UserError(
                 f"at most {max_skip:.1%} of rows that cannot be used",
                 f"{self.rows_refused} of {self.rows_read}, the first at {self.broken[0]}",
-                "repair the rows, or raise --max-skip",
+                "repair the rows, name their keys (--map), or raise --max-skip",
             )
         if not self.train.rows:
             raise UserError(

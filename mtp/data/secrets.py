@@ -65,7 +65,7 @@ def require_scanner() -> None:
     try:
         import detect_secrets  # noqa: F401
     except ImportError as error:
-        action = "pip install 'mtp-graft[scan]'"
+        action = "run `pip install detect-secrets`"
         raise UserError("detect-secrets for --scan", "none", action) from error
 
 

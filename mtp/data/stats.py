@@ -57,7 +57,7 @@ def plot_lengths(lengths: dict[str, np.ndarray], out: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        action = "pip install 'mtp-graft[plot]'"
+        action = "run `pip install matplotlib`"
         raise UserError("matplotlib for --plot", "none", action) from error
     figure = Figure(figsize=(7, 3.5), layout="constrained")
     axes = figure.subplots()

@@ -62,6 +62,7 @@ def test_version():
 def test_wrong_usage_is_2():
     assert run("graft").returncode == 2
     assert run("nonsense").returncode == 2
+    assert run("nano", "traces", "--out", "never.jsonl", "--conversations", -1).returncode == 2
 
 
 @pytest.mark.parametrize(

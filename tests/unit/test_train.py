@@ -276,7 +276,12 @@ def test_what_is_wrong_is_said_before_the_base_is_loaded(place, tmp_path, monkey
     recipe = tiny_recipe(steps=1)
     no_prompt = dataclasses.replace(recipe.eval, max_prompt_tokens=1)
     small = dataclasses.replace(recipe.train, micro_batch_tokens=10)
-    for wrong, named in (({"eval": no_prompt}, "held-out prompts"), ({"train": small}, "longest")):
+    misspelt = dataclasses.replace(recipe.head, warm_start="lasst")
+    for wrong, named in (
+        ({"eval": no_prompt}, "held-out prompts"),
+        ({"train": small}, "longest"),
+        ({"head": misspelt}, "warm_start auto, native, last, random or a head folder"),
+    ):
         with pytest.raises(UserError, match=named):
             train(*place, tmp_path / "head", dataclasses.replace(recipe, **wrong))
     assert not (tmp_path / "head.run").exists()
