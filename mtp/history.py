@@ -28,7 +28,8 @@ def read_history(path: Path) -> list[dict[str, Any]]:
         lines = path.read_text().split("\n")
         header, *records = [json.loads(line) for line in lines[:-1]] or [None]
     except (OSError, ValueError) as error:
-        raise UserError(expected, str(error), action) from error
+        found = getattr(error, "strerror", None) or str(error)
+        raise UserError(expected, found, action) from error
     if not isinstance(header, dict) or header.get("schema_version") != HISTORY_SCHEMA:
         raise UserError(expected, str(header)[:80], action)
     for number, record in enumerate(records, 1):

@@ -1,10 +1,12 @@
 """The `mtp` command: thin commands over the packages, heavy imports inside them.
 
-Exit codes: 0 success, 1 a broken input, a refused request or a failed check, 2 wrong usage.
+Exit codes: 0 success, 1 a broken input, a refused request or a failed check, 2 wrong usage,
+143 ended by SIGTERM.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import Annotated
 
@@ -48,6 +50,8 @@ app.add_typer(nano_app, name="nano")
 
 def main() -> None:
     """Run the command; a user's mistake is one line on stderr and exit code 1."""
+    # As Ctrl-C does: what is half-made is removed. Training finishes its step first (mtp.progress).
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         app()
     except UserError as error:

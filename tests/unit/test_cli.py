@@ -1,5 +1,6 @@
 """The command line: quick help, stable exit codes, one line for a user's mistake."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -99,3 +100,21 @@ def test_the_base_as_output_is_refused(random_base, tmp_path):
         result = run("graft", "--base", random_base, "--head", head, "--out", out)
         assert result.returncode == 1
         assert "apart from the input" in result.stderr
+
+
+def test_sigterm_removes_what_is_half_made(tmp_path):
+    script = (
+        "import tempfile, time, mtp.cli\n"
+        "def command():\n"
+        f"    with tempfile.TemporaryDirectory(dir={str(tmp_path)!r}):\n"
+        "        print('ready', flush=True)\n"
+        "        time.sleep(60)\n"
+        "mtp.cli.app = command\n"
+        "mtp.cli.main()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    assert list(tmp_path.iterdir())
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    assert not list(tmp_path.iterdir())
