@@ -209,6 +209,7 @@ draft() {
    python3 -m pytest -p no:cacheprovider -q tests/gpu/test_losses_cuda.py tests/unit/test_loss_kernels.py \
      > "$out/losses-cuda.log" 2>&1
    note "losses on the device: $?") &
+  muon_step &
   routed base
   (HEADS="$head" JOBS=2 LOG=first quality heads
    links; WORK=$hybrid dspark engines predict) &
@@ -227,15 +228,23 @@ draft() {
   wait
   note "draft: done"
 }
-compiled_step() { # speculators' training step under torch.compile, while the base learns but for what is timed
-  for case in "speculators --eager" "speculators-compiled --warm-up 3 --steps 3"; do
-    PYTHONPATH=$benchmarks/..:/tmp/peers:/tmp/site TRAINING=mtp.cli timeout "${COMPILED:-220}" python3 \
-      "$benchmarks/train_shapes/speculators_step.py" --name $case --out "$out/compiled.jsonl" \
-      --quiet-by "bash $benchmarks/routing_h200/session.sh" > "$out/compiled-${case%% *}.log" 2>&1
-    note "compiled step, $case: $?"
+steps() { # NAME CASE...: training steps at the 35B's shapes, while the base learns but for what is timed
+  local name=$1 case; shift
+  for case in "$@"; do
+    PYTHONPATH=$benchmarks/..:/tmp/peers:/tmp/site TRAINING=mtp.cli timeout "${STEP_SECONDS:-220}" python3 \
+      "$benchmarks/train_shapes/"$case --out "$out/$name.jsonl" \
+      --quiet-by "bash $benchmarks/routing_h200/session.sh" >> "$out/$name.log" 2>&1
+    note "step, $case: $?"
   done
   routed resume  # a step that ran out of time may have left the base standing
-  touch "$out/compiled-done"
+  touch "$out/$name-done"
+}
+compiled_step() { # speculators' under torch.compile
+  steps compiled "speculators_step.py --name speculators --eager" \
+    "speculators_step.py --name speculators-compiled --warm-up 3 --steps 3"
+}
+muon_step() {
+  steps muon "step.py --name main --accumulation 4" "step.py --name muon --accumulation 4 --optimizer muon"
 }
 nano_draft() { # the deploy command with a draft for the demo's base, while this session's is not there yet
   [ -d /tmp/nano ] || return

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,18 @@ def wait_for_turn(path: Path | None) -> None:
     """Return once `path` exists: a case imports while the one before it still has the GPU."""
     while path is not None and not path.exists():
         time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def quiet(command: str) -> Iterator[None]:
+    """Neighbours stand still: `command pause` before, `command resume` after; "" for none."""
+    if command:
+        subprocess.run([*command.split(), "pause"], check=True)
+    try:
+        yield
+    finally:
+        if command:
+            subprocess.run([*command.split(), "resume"], check=True)
 
 
 def synchronize(device: torch.device) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -107,14 +106,9 @@ def measure(
     gpu.timed_steps(step, device, options.warm_up)
     first = time.perf_counter() - started
     repeats = options.steps if first < COMPILE_SECONDS else 1
-    if options.quiet_by:
-        subprocess.run([*options.quiet_by.split(), "pause"], check=True)
-    try:
+    with gpu.quiet(options.quiet_by):
         seconds = gpu.timed_steps(step, device, repeats)
         rates.append(gpu.matrix_rate(device))
-    finally:
-        if options.quiet_by:
-            subprocess.run([*options.quiet_by.split(), "resume"], check=True)
     median = statistics.median(seconds)
     trained = [p for p in model.parameters() if p.requires_grad]
     frozen = [p for p in model.parameters() if not p.requires_grad]
@@ -152,9 +146,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=1)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--profile", type=Path)
-    parser.add_argument(
-        "--quiet-by", default="", help="a command: pause before what is timed, then resume"
-    )
+    parser.add_argument("--quiet-by", default="", help="see gpu.quiet")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--turn", type=Path, help="wait for this file before using the GPU")
     parser.add_argument("--out", type=Path)

@@ -153,14 +153,15 @@ def measure(
     loads: list[list[float]] = []
     gpu.timed_steps(step, device, options.warm_up)
     watch.read()
-    seconds = gpu.timed_steps(step, device, options.steps)
+    with gpu.quiet(options.quiet_by):
+        seconds = gpu.timed_steps(step, device, options.steps)
+        rates.append(gpu.matrix_rate(device))
     parts = {name: spent / options.steps for name, spent in watch.read().items()}
     median = statistics.median(seconds)
     parts["backward of the head, and the rest"] = sum(seconds) / len(seconds) - sum(parts.values())
     trained = [p for p in setup.draft.parameters() if p.requires_grad]
     source = setup.draft._teacher
     usage = gpu.memory(trained, [source.lm_head, source.embedding], setup.optimizers)
-    rates.append(gpu.matrix_rate(device))
 
     batches = setup.batches
     flops = step_flops(
@@ -205,6 +206,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=1)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--profile", type=Path, help="text file for the longest kernels")
+    parser.add_argument("--quiet-by", default="", help="see gpu.quiet")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--turn", type=Path, help="wait for this file before using the GPU")
     parser.add_argument("--out", type=Path)
