@@ -243,8 +243,9 @@ compiled_step() { # speculators' under torch.compile
   steps compiled "speculators_step.py --name speculators --eager" \
     "speculators_step.py --name speculators-compiled --warm-up 3 --steps 3"
 }
-muon_step() {
-  steps muon "step.py --name main --accumulation 4" "step.py --name muon --accumulation 4 --optimizer muon"
+muon_step() { # and one row of 32,768 tokens
+  steps muon "step.py --name main --accumulation 4" "step.py --name muon --accumulation 4 --optimizer muon" \
+    "step.py --name long-row --tokens 32768 --length 32768 --checkpointing"
 }
 nano_draft() { # the deploy command with a draft for the demo's base, while this session's is not there yet
   [ -d /tmp/nano ] || return
