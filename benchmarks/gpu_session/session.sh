@@ -1,22 +1,21 @@
 #!/usr/bin/env bash
 # The benchmarks of the other folders as one session, in the background; /tmp/out is fetched by later
-# calls. On two GPUs for half an hour, where what is timed has GPU 1 and cores of its own (zero, one,
-# memory), or on one for a quarter of an hour (single).
+# calls. On two GPUs for half an hour, where what is timed has GPU 1 and cores of its own (zero, one),
+# or on one for a quarter of an hour (single) or half an hour (rest, draft).
 # Usage: session.sh LANE (STEPS: of each head, the recipe's otherwise), after install.sh; vLLM comes to /tmp/v by later calls, then /tmp/v/ready.
 #   zero    GPU 0: data, heads, the DSpark draft, all that is served without a clock
 #   one     GPU 1: training at the 35B's shapes; both GPUs; tokens per second; the draft's table
-#   memory  `mtp data prepare` on 5 GB, on four cores
 #   single  heads, tokens per second while all else stands still, then acceptance
-#   rest    one GPU, half an hour: heads of as many steps as speculators'; losses; the draft beside the
+#   rest    heads of as many steps as speculators'; losses; the draft beside the
 #           head; with OWN_ROWS=9000 heads that learn from the base's own answers, with
 #           PAIR_PROMPTS=4500 NVFP4 experts on much text
-#   draft   one GPU, half an hour: the draft beside the MTP head first, then what fills the time
+#   draft   the draft beside the MTP head first, then what fills the time
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 benchmarks=$(cd "$here/.." && pwd)
 out=/tmp/out work=/tmp/work hybrid=/tmp/hybrid head=${HEAD:-routed-kl}  # the head that the table and algorithms take
 cd "$benchmarks/.."  # each device call replaces the tree that it starts in, under what runs there
-cores_zero=${CORES_ZERO:-12-27} cores_one=${CORES_ONE:-0-11} cores_memory=${CORES_MEMORY:-28-31}
+cores_zero=${CORES_ZERO:-12-27} cores_one=${CORES_ONE:-0-11}
 mkdir -p "$out" "$work" "$hybrid"
 note() { echo "$(date +%T) two: $*" >> "$out/progress.txt"; }
 wait_for() { # FILE SECONDS
@@ -140,12 +139,6 @@ both() { # needs two GPUs
    note "tensor parallel: $?") &
   wait
 }
-memory() {
-  mkdir -p /tmp/memory
-  TMPDIR=/tmp/memory PYTHONPATH=$benchmarks/..:/tmp/site python3 "$benchmarks/data_memory.py" \
-    --base "$work/base" --prepare-mb 5120 > "$out/memory.jsonl" 2> "$out/memory.log"
-  note "memory: $?"
-}
 single() {
   [ -z "${STEPS:-}" ] || export SET="train.steps=$STEPS"
   routed base
@@ -263,6 +256,5 @@ heads() { quality heads; }
 case $1 in
   zero) taskset -cp "$cores_zero" $$ ;;
   one | losses) taskset -cp "$cores_one" $$ ;;
-  memory) taskset -cp "$cores_memory" $$ ;;
 esac > /dev/null
 "$1"
