@@ -21,7 +21,7 @@ from mtp.data.render import load_tokenizer, tokenizer_fingerprint
 from mtp.data.report import PrepareReport
 from mtp.data.secrets import SCAN, require_scanner
 from mtp.data.selection import NEAR_DUPLICATES, Collected, Rules
-from mtp.data.sources import Item, Reading, read_source
+from mtp.data.sources import Item, Reading, read_source, require_sources
 from mtp.data.store import MANIFEST, write_manifest
 from mtp.data.windows import MIN_TOKENS
 from mtp.data.work import Job, Outcome, Worker, work_on
@@ -123,6 +123,7 @@ def prepare(
     local = [Path(source) for source in sources if not str(source).startswith(HUB_PREFIX)]
     if not sources:
         raise UserError("at least one source", "none", "pass --source")
+    require_sources(sources)
     report = PrepareReport()
     tokenizer = load_tokenizer(base)
     job = _job(tokenizer, chosen, report)

@@ -34,7 +34,7 @@ from mtp.data.conversation import (
 )
 from mtp.data.replay import UnfitAnswerError, replay
 from mtp.data.server import RequestRefusedError, Server, ServerGoneError
-from mtp.data.sources import Item, Reading, read_source
+from mtp.data.sources import Item, Reading, read_source, require_sources
 from mtp.progress import track
 
 SCHEMA_VERSION = 1
@@ -103,9 +103,11 @@ def regenerate(
         overwrite: start anew.
 
     Raises:
-        UserError: no server, another run's settings, or a server that stopped answering.
+        UserError: a wrong source, no server, another run's settings, or a server that stopped
+            answering.
     """
     out = Path(out)
+    require_sources(sources)
     model = server.model()
     settings = {
         "schema_version": SCHEMA_VERSION,

@@ -13,7 +13,7 @@ import os
 import tokenize
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -150,13 +150,29 @@ class _Place:
         )
 
 
+def require_sources(sources: Sequence[str | Path]) -> None:
+    """Refuse a wrong source before the ones in front of it have taken their hours.
+
+    Raises:
+        UserError: a local source is missing, or a file of a kind that is not read.
+    """
+    for source in sources:
+        if not str(source).startswith(HUB_PREFIX) and not Path(source).is_dir():
+            _require_file(Path(source))
+
+
 def _files(source: Path, ignored: Counter[str]) -> tuple[Path, list[Path]]:
     """(the folder that names are relative to, the files to read)."""
     if source.is_dir():
         return source, _readable(sorted(_walk(source, ignored)), ignored)
+    _require_file(source)
+    return source.parent, [source]
+
+
+def _require_file(source: Path) -> None:
     if not source.is_file():
         expected = "a file or a folder of training data"
-        raise UserError(expected, f"nothing at {source}", "fix --source")
+        raise UserError(expected, f"nothing at {source}", "name one that is there")
     if not (_has_rows(source) or source.suffix in CODE_SUFFIXES):
         try:
             known = first_character(source) in (b"[", b"{", b"P")
@@ -168,7 +184,6 @@ def _files(source: Path, ignored: Counter[str]) -> tuple[Path, list[Path]]:
                 f"{source}",
                 "convert it to JSON lines with a 'messages' list",
             )
-    return source.parent, [source]
 
 
 def _walk(folder: Path, ignored: Counter[str]) -> Iterator[Path]:

@@ -180,6 +180,18 @@ def test_wrong_inputs(base, tmp_path):
         prepare(base, [tmp_path], out)
 
 
+def test_a_missing_source_is_refused_before_another_is_read(base, tmp_path, monkeypatch):
+    source = write_jsonl(tmp_path / "a.jsonl", [chat(1)])
+    read = []
+    monkeypatch.setattr("mtp.data.prepare.read_source", lambda *given: read.append(given) or [])
+    with pytest.raises(UserError, match="nothing at"):
+        prepare(base, [source, tmp_path / "missing"], tmp_path / "out")
+    assert not read
+    with pytest.raises(UserError):  # the control: there, but without a row
+        prepare(base, [source], tmp_path / "out")
+    assert read
+
+
 def test_load_prepared_refuses_other_folders(mixed, tmp_path):
     import shutil
 

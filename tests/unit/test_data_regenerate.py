@@ -113,6 +113,14 @@ def trace(path):
     return write_jsonl(path, [{"id": "t", "messages": messages, "tools": [SCHEMA]}])
 
 
+def test_a_missing_source_is_found_before_the_server_is_asked(tmp_path):
+    waits = []
+    nobody = Server(url="http://127.0.0.1:9/v1", num_tries=4, sleep=waits.append)
+    with pytest.raises(UserError, match="nothing at"):
+        regenerate(nobody, [tmp_path / "none"], tmp_path / "out.jsonl", sampling=SAMPLING, base={})
+    assert not waits and not list(tmp_path.iterdir())
+
+
 def test_every_assistant_turn_is_the_servers(fake, client, tmp_path):
     fake.reply = lambda request: answer(f"new {len(request['messages'])}", reasoning="Hm.")
     report, rows = run(client, chats(tmp_path / "a.jsonl", 3), tmp_path / "out.jsonl")
