@@ -20,11 +20,12 @@ from graft.manifest import HEAD_METADATA, base_fingerprint
 from graft.reader import Checkpoint
 from mtp.acceptance import Continuations, measure
 from mtp.data.batches import Batch
-from mtp.head import MTPHead, head_from_base, save_head
+from mtp.head import MTPHead, save_head
 from mtp.losses import align, category_weights, chunked_loss, objective_at, position_weights
 from mtp.recipe import Recipe
 from mtp.router_load import RouterLoad, freeze_routers
 from mtp.teacher.source import HiddenSource
+from mtp.warm_start import head_from_base
 
 
 class Draft(nn.Module, ABC):

@@ -46,7 +46,7 @@ class BaseRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadRecipe:
-    """num_layers: K; warm_start: auto, native, last or random (see `mtp.head.head_from_base`);
+    """num_layers: K; warm_start: auto, native, last or random (`mtp.warm_start.head_from_base`);
     train_router: whether the head's MoE routers learn, or stay as the warm start left them."""
 
     num_layers: int = 4

@@ -39,7 +39,6 @@ from mtp.data.store import (
 from mtp.divergence import divergence_error, what_diverged
 from mtp.draft import Draft
 from mtp.drafts import DRAFTS
-from mtp.head import require_warm_start
 from mtp.held_out import held_out_text
 from mtp.history import HISTORY, flat_numbers, read_history
 from mtp.losses import require_categories, stage_begin
@@ -66,6 +65,7 @@ from mtp.schedule import StepBatches, learning_rate_factor
 from mtp.teacher import open_source, pick_device
 from mtp.teacher.identity import base_identity
 from mtp.train_state import Setup, TrainState
+from mtp.warm_start import require_warm_start
 
 
 def train(

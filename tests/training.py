@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from random_bases import save_random_base
 
 from graft.manifest import file_digest
-from mtp.data.store import write_manifest
+from mtp.data.store import load_prepared, write_manifest
 from mtp.recipe import EvalRecipe, HeadRecipe, Recipe, TrainRecipe
 
 FEATURES = Features(
@@ -56,6 +56,12 @@ def write_training_data(folder: Path, base: Path, *, num_rows: int = 24, seed: i
     ).save_to_disk(str(folder))
     write_manifest(folder, {"tokenizer_sha256": file_digest(base / "tokenizer.json")})
     return folder
+
+
+def rows_of_three_categories(data: Path) -> Any:
+    """The training rows of a prepared folder, in turn of category a, b and c."""
+    rows = load_prepared(data)["train"].remove_columns("category")
+    return rows.add_column("category", ["abc"[i % 3] for i in range(len(rows))])
 
 
 def tiny_recipe(**train: Any) -> Recipe:

@@ -178,7 +178,7 @@ rest() {
   nano_draft &
   routed base
   [ -z "${PAIR_PROMPTS:-}" ] || pair_data &
-  [ -z "${OWN_ROWS:-}" ] && own= || own_answers &
+  if [ -n "${OWN_ROWS:-}" ]; then own_answers & else own=; fi
   HEADS="$heads" JOBS=${JOBS:-6} LOG=first quality heads &
   HEADS="$heads $own" SECONDS_TO_SERVE=1500 ENGINES=5 PROMPTS=${PROMPTS:-800} quality serve &
   [ -z "${PAIR_PROMPTS:-}" ] || pairs &

@@ -21,12 +21,13 @@ from measure import cpu_seconds
 
 from graft.reader import Checkpoint
 from mtp.data.store import load_prepared
-from mtp.head import head_from_base, load_head
+from mtp.head import load_head
 from mtp.losses import AlignedTargets, Objective, align, chunked_loss
 from mtp.losses.project import project
 from mtp.losses.restricted import kept_tokens
 from mtp.recipe import RestrictedVocabulary
 from mtp.teacher import Teacher
+from mtp.warm_start import head_from_base
 
 NUM_STEPS = 4
 TOP_P = (0.9, 0.99, 0.999)

@@ -91,7 +91,8 @@ def start(base: Path, folder: Path) -> None:
     from graft.manifest import base_fingerprint
     from graft.reader import Checkpoint
     from graft.staging import staged_folder
-    from mtp.head import head_from_base, save_head
+    from mtp.head import save_head
+    from mtp.warm_start import head_from_base
 
     checkpoint = Checkpoint(base)
     head = head_from_base(checkpoint, 1, "last")

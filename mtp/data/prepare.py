@@ -121,8 +121,6 @@ def prepare(
         filters=tuple(map(RowFilter, chosen.where)),
     )
     local = [Path(source) for source in sources if not str(source).startswith(HUB_PREFIX)]
-    if not sources:
-        raise UserError("at least one source", "none", "pass --source")
     require_sources(sources)
     report = PrepareReport()
     tokenizer = load_tokenizer(base)

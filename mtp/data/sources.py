@@ -154,8 +154,10 @@ def require_sources(sources: Sequence[str | Path]) -> None:
     """Refuse a wrong source before the ones in front of it have taken their hours.
 
     Raises:
-        UserError: a local source is missing, or a file of a kind that is not read.
+        UserError: there is none, a local one is missing, or a file of a kind that is not read.
     """
+    if not sources:
+        raise UserError("at least one source", "none", "name one")
     for source in sources:
         if not str(source).startswith(HUB_PREFIX) and not Path(source).is_dir():
             _require_file(Path(source))

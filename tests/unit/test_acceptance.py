@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from graft.reader import Checkpoint
 from mtp.acceptance import AcceptanceCounts, continue_prompts, measure, replay
 from mtp.data.prompts import Prompt
-from mtp.head import head_from_base
 from mtp.teacher import Teacher
+from mtp.warm_start import head_from_base
 
 
 def draft_routed(teacher, head, tokens, num_steps):

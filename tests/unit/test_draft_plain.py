@@ -13,10 +13,9 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from training import tiny_recipe, write_training_base, write_training_data
+from training import rows_of_three_categories, tiny_recipe, write_training_base, write_training_data
 
 from graft.reader import Checkpoint
-from mtp.data.store import load_prepared
 from mtp.draft import MTPDraft
 from mtp.held_out import held_out_text
 from mtp.recipe import HeadRecipe, LossRecipe
@@ -29,9 +28,7 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plain")
     base = write_training_base(folder / "base")
     data = write_training_data(folder / "data", base)
-    rows = load_prepared(data)["train"].remove_columns("category")
-    rows = rows.add_column("category", ["abc"[i % 3] for i in range(len(rows))])
-    return base, data, rows, Teacher.load(base, device="cpu")
+    return base, data, rows_of_three_categories(data), Teacher.load(base, device="cpu")
 
 
 def log_softmax(state, matrix, temperature):

@@ -16,10 +16,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from dspark_reference import block_hidden, slot_logits
-from training import tiny_recipe, write_training_base, write_training_data
+from training import rows_of_three_categories, tiny_recipe, write_training_base, write_training_data
 
 from graft.reader import Checkpoint
-from mtp.data.store import load_prepared
 from mtp.dspark.draft import DSparkDraft
 from mtp.held_out import held_out_text
 from mtp.recipe import DSparkRecipe
@@ -44,8 +43,7 @@ def case(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plain")
     base = write_training_base(folder / "base")
     data = write_training_data(folder / "data", base)
-    rows = load_prepared(data)["train"].remove_columns("category")
-    rows = rows.add_column("category", ["abc"[i % 3] for i in range(len(rows))])
+    rows = rows_of_three_categories(data)
     teacher = Teacher.load(base, device="cpu")
     text = held_out_text(teacher, base, data, RECIPE)
     draft = DSparkDraft.from_base(Checkpoint(base), teacher, RECIPE, text, rows)

@@ -16,7 +16,8 @@ from graft.manifest import HeadFolder
 from graft.plan import plan_graft
 from graft.reader import Checkpoint
 from graft.writer import write_graft
-from mtp.head import head_from_base, load_head, save_head
+from mtp.head import load_head, save_head
+from mtp.warm_start import head_from_base
 
 
 def bytes_of(store):

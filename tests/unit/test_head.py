@@ -9,8 +9,9 @@ from graft.manifest import base_fingerprint
 from graft.plan import plan_graft
 from graft.reader import Checkpoint
 from graft.writer import write_graft
-from mtp.head import MTPHead, head_from_base, load_head, save_head
+from mtp.head import MTPHead, load_head, save_head
 from mtp.teacher import Teacher
+from mtp.warm_start import head_from_base
 from quantize.trunk import quantize_trunk
 
 

@@ -63,7 +63,7 @@ def test_a_step_is_momentum_decay_and_the_orthogonal_update():
 
 def test_every_parameter_has_one_optimizer_and_routers_keep_adamw(random_base):
     from graft.reader import Checkpoint
-    from mtp.head import head_from_base
+    from mtp.warm_start import head_from_base
 
     head = head_from_base(Checkpoint(random_base), 2)
     names = {id(parameter): name for name, parameter in head.named_parameters()}

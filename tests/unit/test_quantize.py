@@ -14,8 +14,9 @@ from graft.manifest import HeadFolder, head_metadata, write_head
 from graft.reader import Checkpoint
 from mtp.acceptance import continue_prompts, measure
 from mtp.data.prompts import Prompt
-from mtp.head import head_from_base, load_head, save_head
+from mtp.head import load_head, save_head
 from mtp.teacher import Teacher
+from mtp.warm_start import head_from_base
 from quantize.calibration import quantizer_config, require_algorithm
 from quantize.experts import calibrate_head, matching_scheme, pack_head
 from quantize.gate import replay_head

@@ -10,9 +10,10 @@ from typer.testing import CliRunner
 
 from graft.manifest import HeadFolder, base_fingerprint
 from graft.reader import Checkpoint
-from mtp.head import head_from_base, load_head, save_head
+from mtp.head import load_head, save_head
 from mtp.recipe import QuantizeRecipe
 from mtp.teacher import Teacher
+from mtp.warm_start import head_from_base
 from quantize import gate
 from quantize.calibration import calibrate
 from quantize.command import Settings, quantize

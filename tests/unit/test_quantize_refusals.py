@@ -14,8 +14,9 @@ from graft.errors import UserError
 from graft.manifest import HeadFolder, base_fingerprint, write_head
 from graft.reader import Checkpoint
 from mtp.acceptance import AcceptanceCounts
-from mtp.head import head_from_base, save_head
+from mtp.head import save_head
 from mtp.recipe import EvalRecipe, QuantizeRecipe
+from mtp.warm_start import head_from_base
 from quantize.command import Settings, quantize
 from quantize.twin import dequantize
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from graft.reader import Checkpoint
-from mtp.head import head_from_base
 from mtp.repeated_layer import RepeatedLayerCache, _JoinedAttention, chain_attention
 from mtp.teacher import Teacher
+from mtp.warm_start import head_from_base
 
 
 def masked_attention(query, key, value, own_key, own_value, scale):

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from graft.reader import Checkpoint
-from mtp.head import MTPHead, head_from_base
+from mtp.head import MTPHead
 from mtp.recipe import Recipe
 from mtp.router_load import RouterLoad, freeze_routers, routers
+from mtp.warm_start import head_from_base
 
 TINY_DENSE = {
     "model_type": "qwen3_5_text", "hidden_size": 32, "vocab_size": 64, "num_attention_heads": 2,

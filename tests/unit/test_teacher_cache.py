@@ -24,12 +24,12 @@ from safetensors.torch import load_file, save_file
 from graft.errors import UserError
 from graft.reader import Checkpoint
 from mtp.data.store import load_prepared
-from mtp.head import head_from_base
 from mtp.teacher import Teacher
 from mtp.teacher.cache import build_cache
 from mtp.teacher.cache_layout import plan_layout
 from mtp.teacher.cached import CachedSource
 from mtp.teacher.source import BaseEnds, require_own_predictions
+from mtp.warm_start import head_from_base
 
 SMALL = 100 * 2 * 32 / 1e9  # shards of 100 tokens at hidden size 32
 
