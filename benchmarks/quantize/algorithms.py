@@ -6,7 +6,8 @@
 On a GPU all algorithms, on a CPU `max` alone. Weight error is relative, in Frobenius norm, over all
 experts of a layer; output error that of what the layer's step gives, on the calibration rows, both
 layers reading the unquantized chain's states. Acceptance is replayed on the same continuations for
-all, with the paired interval against BF16. An algorithm that raises is reported with its error; OUT.json is written anew after each.
+all, with the paired interval against BF16. An algorithm that raises is reported with its error.
+OUT.json is written anew after each.
 """
 
 from __future__ import annotations

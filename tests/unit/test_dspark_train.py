@@ -146,7 +146,7 @@ def test_blocks_of_one_and_a_vocabulary_as_large_as_the_bases(base, data, tmp_pa
     assert stored["lm_head.weight"].shape[0] == 16 and not {"d2t", "t2d"} & stored.keys()
     metrics = evaluate_folder(base, tmp_path / "one", data, recipe, device="cpu")
     assert len(metrics["cumulative"]) == 1
-    assert abs(metrics["teacher_forced"]["missed_mass"]) < 1e-5
+    assert 0 <= metrics["teacher_forced"]["missed_mass"] < 1e-5
     assert metrics["draft_sha256"] == file_digest(tmp_path / "one" / "model.safetensors")
 
 
