@@ -119,7 +119,7 @@ def test_the_table_of_an_h200_is_what_served_takes(base, tmp_path):
         report | {"variants": {"dspark": {"acceptance": {"mean_accepted": 1.0}}}},
     ):
         served.write_text(json.dumps(broken))
-        with pytest.raises(UserError, match="a report (with|of)"):
+        with pytest.raises(UserError, match=r"a report (with|of)"):
             release(draft, base, tmp_path / "other", seven, served=served)
 
 
