@@ -63,6 +63,11 @@ def test_bug_G1_max_steps_stops_at_exactly_that_step(place, tmp_path, steps):
     assert not summary["complete"]
 
 
+def test_more_steps_than_the_recipe_has_are_not_run(place, tmp_path):
+    summary = train(*place, tmp_path / "head", tiny_recipe(steps=3), max_steps=5)
+    assert summary["steps"] == 3 and summary["complete"]
+
+
 def test_a_run_stopped_and_resumed_twice_equals_one_that_was_not(place, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(*place, whole, tiny_recipe(steps=11), max_steps=10)
