@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 
 from graft.errors import UserError
-from graft.manifest import HeadFolder
 from graft.reader import Checkpoint
 from mtp.data.prompts import Prompt, evaluation_prompts
 from mtp.data.store import require_tokenizer_of
@@ -267,11 +266,11 @@ def summarise(
     }
 
 
-def trained_for(source: HeadFolder) -> tuple[int, Runtime]:
+def trained_for(provenance: dict[str, Any], num_layers: int) -> tuple[int, Runtime]:
     """Tokens a round that a head was trained to draft, and the runtime: its own recipe says so."""
-    recipe = source.metadata["provenance"].get("recipe", {}).get("train", {})
+    recipe = provenance.get("recipe", {}).get("train", {})
     runtime: Runtime = "stock" if recipe.get("runtime") == "stock" else "routed"
-    return recipe.get("num_speculative_tokens") or source.num_layers, runtime
+    return recipe.get("num_speculative_tokens") or num_layers, runtime
 
 
 def evaluate(
@@ -298,6 +297,6 @@ def evaluate(
     prompts = evaluation_prompts(
         data, num_prompts=recipe.num_prompts, max_prompt_tokens=recipe.max_prompt_tokens
     )
-    num_steps, own_runtime = trained_for(source)
+    num_steps, own_runtime = trained_for(source.metadata["provenance"], source.num_layers)
     text = continue_prompts(teacher, prompts, recipe.num_tokens, num_steps)
     return measure(teacher, head, text, num_steps=num_steps, runtime=runtime or own_runtime)

@@ -142,7 +142,7 @@ def _prepare(
         num_prompts=recipe.eval.num_prompts,
         max_prompt_tokens=recipe.eval.max_prompt_tokens,
     )
-    num_steps, runtime = trained_for(source)
+    num_steps, runtime = trained_for(source.metadata["provenance"], source.num_layers)
     text = continue_prompts(teacher, prompts, recipe.eval.num_tokens, num_steps)
     before = replay_head(teacher, source, text, num_steps, runtime)
     require_evidence(before)

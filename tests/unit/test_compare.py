@@ -92,3 +92,18 @@ def test_an_engine_that_did_not_route_is_an_error(served):
     state["routed_layers"] = 0
     with pytest.raises(UserError, match="layer 0 at every position"):
         go()
+
+
+def test_one_layer_is_served_as_any_vllm_repeats_it(served, tmp_path):
+    """With the tokens a round that it was trained for; there is nothing to route."""
+    state, _ = served
+    base = write_base(tmp_path / "other", nested=False, prefix="model.", declared=1)
+    recipe = {"train": {"runtime": "stock", "num_speculative_tokens": 3}}
+    head = write_tiny_head(tmp_path / "one", base, num_layers=1, provenance={"recipe": recipe})
+    write_graft(plan_graft(base, head), tmp_path / "repeated")
+    result = compare.compare_runtimes(
+        {"one": tmp_path / "repeated"}, [], tmp_path, EvalRecipe(), vllm_python=Path("python")
+    )
+    asked = [(r["name"], r["num_speculative_tokens"], r.get("routing")) for r in state["asked"]]
+    assert asked == [("plain", None, None), ("one/stock", 3, False)]
+    assert [row["label"] for row in result["rows"]] == ["one stock"]
