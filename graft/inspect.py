@@ -221,7 +221,8 @@ def _problems(checkpoint: Checkpoint, num_layers: int) -> Iterator[Problem]:
     if num_layers and declared != num_layers:
         yield Problem(severity="error", what=f"{key} is {declared}, found {num_layers} MTP layers")
     elif not num_layers and stated and declared:
-        yield Problem(severity="error", what=f"declared {declared} MTP layers, found none")
+        what = f"declared {declared} MTP layers, found none; mtp graft adds a head"
+        yield Problem(severity="error", what=what)
     if checkpoint.head_names:
         form = head_form(checkpoint.head_names)
         try:

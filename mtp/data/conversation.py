@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 CATEGORIES = ("agent", "chat", "code")
 ROLES = ("system", "user", "assistant", "tool")
 UNKNOWN_LICENCE = "unknown"
+MISSING_TOOLS = "tool calls without tool schemas"  # a reason to refuse a row, by default
 # Calls that the model wrote as text, because its system message asked for that.
 _TEXT_CALLS = ("<function=", "<tool_call>", "```mswea_bash_command", "\nAction Input:")
 
@@ -210,5 +211,5 @@ def checked(conversation: Conversation, *, allow_missing_tools: bool = False) ->
     if not any(message.role == "assistant" and message.supervised for message in replies):
         raise RowError("no assistant message to learn from after the first user message")
     if not conversation.tools and not allow_missing_tools and any(m.tool_calls for m in messages):
-        raise RowError("tool calls without tool schemas")
+        raise RowError(MISSING_TOOLS)
     return replace(conversation, messages=tuple(messages))

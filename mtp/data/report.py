@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from graft.errors import UserError
-from mtp.data.conversation import Note, RowError
+from mtp.data.conversation import MISSING_TOOLS, Note, RowError
 from mtp.data.mix import Part
 from mtp.data.sources import Item
 
@@ -242,10 +242,13 @@ class PrepareReport:
                 "point --source at files with rows or at a folder with code",
             )
         if self.rows_refused > max_skip * self.rows_read:
+            action = "repair the rows, name their keys (--map), or raise --max-skip"
+            if any(MISSING_TOOLS in counts.refused for counts in self.by_source.values()):
+                action += f", or pass --allow-missing-tools to take {MISSING_TOOLS}"
             raise UserError(
                 f"at most {max_skip:.1%} of rows that cannot be used",
                 f"{self.rows_refused} of {self.rows_read}, the first at {self.broken[0]}",
-                "repair the rows, name their keys (--map), or raise --max-skip",
+                action,
             )
         if not self.train.rows:
             raise UserError(

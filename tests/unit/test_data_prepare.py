@@ -128,6 +128,18 @@ def test_broken_rows_are_named_and_skipped_up_to_a_share(base, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out"]
 
 
+def test_calls_without_schemas_name_the_option_that_takes_them(base, tmp_path):
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    turns = [{"role": "user", "content": "x"}, call, {"role": "tool", "content": "y"}]
+    rows = ["{broken", {"messages": [*turns, {"role": "assistant", "content": "z"}]}]
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(UserError, match="or pass --allow-missing-tools"):
+        prepare(base, [source], tmp_path / "out")
+    source = write_jsonl(tmp_path / "a.jsonl", rows[:1])
+    with pytest.raises(UserError, match=r"raise --max-skip$"):
+        prepare(base, [source], tmp_path / "out")
+
+
 def test_duplicates_are_dropped(base, tmp_path):
     twice = [chat(1), {**chat(1), "id": "another"}, chat(2)]
     source = write_jsonl(tmp_path / "a.jsonl", twice)

@@ -43,7 +43,7 @@ def test_every_layout_is_described_and_its_problems_are_the_expected_ones(tmp_pa
     inspection = inspect_checkpoint(write_base(tmp_path / "base", **row))
     expected = []
     if row.get("declared") and not row.get("head_layers"):
-        expected = [f"declared {row['declared']} MTP layers, found none"]
+        expected = [f"declared {row['declared']} MTP layers, found none; mtp graft adds a head"]
     if row.get("head_place") == "standalone":
         expected = ["mtp.safetensors holds a head and is not in the index: vLLM will not read it"]
     assert whats(inspection) == expected and not whats(inspection, "warning")
@@ -65,7 +65,7 @@ def test_every_layout_is_described_and_its_problems_are_the_expected_ones(tmp_pa
 @pytest.mark.parametrize(
     ("declared", "layers", "what"),
     [
-        (4, 0, "declared 4 MTP layers, found none"),
+        (4, 0, "declared 4 MTP layers, found none; mtp graft adds a head"),
         (4, 2, "mtp_num_hidden_layers is 4, found 2 MTP layers"),
         (None, 1, "mtp_num_hidden_layers is None, found 1 MTP layers"),
     ],

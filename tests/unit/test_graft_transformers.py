@@ -53,7 +53,7 @@ def test_bugs_A1_and_A5_transformers_drops_heads_and_says_nothing(tmp_path, save
     saved = Checkpoint(tmp_path / "saved")
     assert not saved.head_names and saved.config[count_key(config)] == 1
     (problem,) = inspect_checkpoint(tmp_path / "saved").problems
-    assert problem.what == "declared 1 MTP layers, found none"
+    assert problem.what == "declared 1 MTP layers, found none; mtp graft adds a head"
     assert any("found none" in failure for failure in verify_graft(tmp_path / "saved").failures)
 
     folder = write_tiny_head(tmp_path / "head", tmp_path / "saved", num_layers=1)  # bug A2
