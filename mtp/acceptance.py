@@ -23,13 +23,12 @@ import torch
 import torch.nn.functional as F
 
 from graft.errors import UserError
-from graft.manifest import HeadFolder
 from graft.reader import Checkpoint
 from mtp.data.prompts import Prompt, evaluation_prompts
 from mtp.data.store import require_tokenizer_of
 from mtp.head import MTPHead, load_head, open_head
 from mtp.progress import track
-from mtp.recipe import EvalRecipe
+from mtp.recipe import EvalRecipe, trained_for
 from mtp.teacher import Teacher
 from mtp.teacher.source import HiddenSource
 
@@ -267,13 +266,6 @@ def summarise(
     }
 
 
-def trained_for(source: HeadFolder) -> tuple[int, Runtime]:
-    """Tokens a round that a head was trained to draft, and the runtime: its own recipe says so."""
-    recipe = source.metadata["provenance"].get("recipe", {}).get("train", {})
-    runtime: Runtime = "stock" if recipe.get("runtime") == "stock" else "routed"
-    return recipe.get("num_speculative_tokens") or source.num_layers, runtime
-
-
 def evaluate(
     base: Path,
     head_folder: Path,
@@ -298,6 +290,6 @@ def evaluate(
     prompts = evaluation_prompts(
         data, num_prompts=recipe.num_prompts, max_prompt_tokens=recipe.max_prompt_tokens
     )
-    num_steps, own_runtime = trained_for(source)
+    num_steps, own_runtime = trained_for(source.metadata["provenance"], source.num_layers)
     text = continue_prompts(teacher, prompts, recipe.num_tokens, num_steps)
     return measure(teacher, head, text, num_steps=num_steps, runtime=runtime or own_runtime)

@@ -21,9 +21,9 @@ from typing import Any, get_args
 import torch
 
 from graft.manifest import HeadFolder, write_head
-from mtp.acceptance import continue_prompts, trained_for
+from mtp.acceptance import continue_prompts
 from mtp.data.prompts import evaluation_prompts
-from mtp.recipe import load_recipe
+from mtp.recipe import load_recipe, trained_for
 from mtp.teacher import Teacher
 from quantize.calibration import Algorithm, Scheme
 from quantize.experts import calibrate_head, calibration_rows, pack_head
@@ -77,7 +77,7 @@ def try_algorithm(
     folder: Path,
 ) -> dict[str, Any]:
     """One row of the table."""
-    num_steps, runtime = trained_for(source)
+    num_steps, runtime = trained_for(source.metadata["provenance"], source.num_layers)
     started = time.monotonic()
     scales, coverage = calibrate_head(
         source, teacher, rows, scheme, algorithm, num_steps=num_steps, runtime=runtime
@@ -117,7 +117,7 @@ def main() -> None:
         num_prompts=recipe.eval.num_prompts,
         max_prompt_tokens=recipe.eval.max_prompt_tokens,
     )
-    num_steps, runtime = trained_for(source)
+    num_steps, runtime = trained_for(source.metadata["provenance"], source.num_layers)
     text = continue_prompts(teacher, prompts, recipe.eval.num_tokens, num_steps)
     before = replay_head(teacher, source, text, num_steps, runtime)
     rows = calibration_rows(options.data, recipe.quantize.calibration_tokens)
