@@ -28,7 +28,7 @@ from mtp.data.prompts import Prompt, evaluation_prompts
 from mtp.data.store import require_tokenizer_of
 from mtp.head import MTPHead, load_head, open_head
 from mtp.progress import track
-from mtp.recipe import EvalRecipe
+from mtp.recipe import EvalRecipe, trained_for
 from mtp.teacher import Teacher
 from mtp.teacher.source import HiddenSource
 
@@ -264,13 +264,6 @@ def summarise(
         **total.as_dict(),
         "by_category": {name: counts.as_dict() for name, counts in sorted(by_category.items())},
     }
-
-
-def trained_for(provenance: dict[str, Any], num_layers: int) -> tuple[int, Runtime]:
-    """Tokens a round that a head was trained to draft, and the runtime: its own recipe says so."""
-    recipe = provenance.get("recipe", {}).get("train", {})
-    runtime: Runtime = "stock" if recipe.get("runtime") == "stock" else "routed"
-    return recipe.get("num_speculative_tokens") or num_layers, runtime
 
 
 def evaluate(

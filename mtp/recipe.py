@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -291,6 +291,15 @@ class Recipe:
         record = dataclasses.asdict(self)
         record["head"]["warm_start"] = Path(self.head.warm_start).name
         return record | {"teacher": {"kind": self.teacher.kind}}
+
+
+def trained_for(
+    provenance: Mapping[str, Any], num_layers: int
+) -> tuple[int, typing.Literal["routed", "stock"]]:
+    """Tokens a round that a head was trained to draft, and the runtime: its own recipe says so."""
+    train = provenance.get("recipe", {}).get("train", {})
+    tokens = train.get("num_speculative_tokens") or num_layers
+    return tokens, "stock" if train.get("runtime") == "stock" else "routed"
 
 
 # What a draft changes in the defaults of other tables.

@@ -20,11 +20,11 @@ from graft.index import write_json
 from graft.manifest import HEAD_METADATA, HeadFolder, write_head
 from graft.reader import Checkpoint
 from graft.staging import staged_folder
-from mtp.acceptance import Continuations, Runtime, continue_prompts, trained_for
+from mtp.acceptance import Continuations, Runtime, continue_prompts
 from mtp.data.prompts import evaluation_prompts
 from mtp.data.store import require_tokenizer_of
 from mtp.head import open_head
-from mtp.recipe import Recipe
+from mtp.recipe import Recipe, trained_for
 from mtp.teacher import Teacher
 from quantize.calibration import Algorithm, Scheme, require_algorithm
 from quantize.checks import check_written

@@ -22,9 +22,9 @@ from typing import Any, get_args
 import torch
 
 from graft.manifest import HeadFolder, write_head
-from mtp.acceptance import continue_prompts, trained_for
+from mtp.acceptance import continue_prompts
 from mtp.data.prompts import evaluation_prompts
-from mtp.recipe import load_recipe
+from mtp.recipe import load_recipe, trained_for
 from mtp.teacher import Teacher
 from quantize.calibration import Algorithm, Scheme
 from quantize.experts import calibrate_head, calibration_rows, pack_head

@@ -8,6 +8,7 @@ from typing import Any
 from graft.layout import count_head_layers
 from graft.manifest import read_manifest
 from graft.reader import Checkpoint
+from mtp.recipe import trained_for
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 HEAD_FORMS = {
@@ -21,11 +22,11 @@ HEAD_FORMS = {
 }  # fmt: skip
 
 
-def serve_command(name: str, num_layers: int) -> str:
-    """The line that serves the model with one drafted token a layer."""
+def serve_command(name: str, num_tokens: int) -> str:
+    """The line that serves the model with so many drafted tokens a round."""
     return (
         f"vllm serve {name} --speculative-config "
-        f'\'{{"method": "mtp", "num_speculative_tokens": {num_layers}}}\''
+        f'\'{{"method": "mtp", "num_speculative_tokens": {num_tokens}}}\''
     )
 
 
@@ -57,6 +58,7 @@ def render_card(
     num_layers = count_head_layers(source.names)
     rows, how = acceptance_rows(evaluation, served)
     config, provenance = source.text_config, head["provenance"]
+    num_tokens, _ = trained_for(provenance, num_layers)
     card = ModelCard.from_template(
         card_data,
         template_path=str(TEMPLATE),
@@ -64,7 +66,8 @@ def render_card(
         num_layers=num_layers,
         head_form=HEAD_FORMS[head["form"]],
         tool=tool,
-        serve_command=serve_command(name, num_layers),
+        num_tokens=num_tokens,
+        serve_command=serve_command(name, num_tokens),
         rows=rows,
         measured_how=how,
         hidden_size=config["hidden_size"],

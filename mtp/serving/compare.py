@@ -14,9 +14,8 @@ from graft.errors import UserError
 from graft.layout import count_head_layers
 from graft.manifest import MANIFEST_NAME, read_manifest
 from graft.reader import Checkpoint
-from mtp.acceptance import trained_for
 from mtp.data.prompts import evaluation_prompts
-from mtp.recipe import EvalRecipe
+from mtp.recipe import EvalRecipe, trained_for
 from mtp.reports import read_report
 from mtp.serving.probe_client import run_probe
 
@@ -32,8 +31,7 @@ def compare_runtimes(
     vllm_python: Path,
     engine_options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Serve each checkpoint stock and routed, on the prompts that `mtp eval` uses, with as many
-    tokens a round; a head of one layer stock only.
+    """Serve each checkpoint stock and routed (one layer: stock), on the prompts of `mtp eval`.
 
     Args:
         checkpoints: label -> grafted checkpoint. The first one is also served without
@@ -111,17 +109,17 @@ def _runs(checkpoints: dict[str, Path], common: dict[str, Any]) -> list[dict[str
         num_layers = count_head_layers(Checkpoint(folder).names)
         if not num_layers:
             raise UserError(f"a grafted checkpoint at {folder}", "no mtp.* tensors", "graft a head")
-        grafted = (folder / MANIFEST_NAME).is_file()
-        provenance = read_manifest(folder)["head"]["provenance"] if grafted else {}
+        own = read_manifest(folder)["head"] if (folder / MANIFEST_NAME).exists() else {}
+        num_tokens, _ = trained_for(own.get("provenance", {}), num_layers)
         runs += [
             {
                 "name": f"{label}/{runtime}",
                 "checkpoint": folder,
-                "num_speculative_tokens": trained_for(provenance, num_layers)[0],
+                "num_speculative_tokens": num_tokens,
                 "routing": runtime == "routed",
                 **common,
             }
-            for runtime in (("stock", "routed") if num_layers > 1 else ("stock",))
+            for runtime in ("stock", "routed")[: min(num_layers, 2)]  # one layer: nothing to route
         ]
     return runs
 

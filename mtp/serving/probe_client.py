@@ -20,6 +20,12 @@ from mtp.serving.probe import SCHEMA_VERSION, use_environment
 EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")
 RANK = re.compile(r"^\[rank\d+\]:")
 MESSAGE_LENGTH = 600
+# What an environment may lack, and what brings it.
+MISSING = {
+    "No module named 'vllm'": "name the Python of vLLM's environment (--vllm-python), or make one "
+    "with `make vllm-env`",
+    "No module named 'mtp'": "pip install --no-deps . in a clone of mtp-graft, with its pip",
+}
 
 
 def run_probe(
@@ -72,11 +78,15 @@ def run_probe(
                     process.kill()
                     process.wait()
         if process.returncode != 0 or not result.is_file():
+            complaint = _last_complaint(log)
+            lacking = [advice for name, advice in MISSING.items() if name in complaint]
             raise UserError(
                 f"vLLM in {python} to finish {len(runs)} runs",
-                f"exit status {process.returncode}: {_last_complaint(log)}",
-                f"correct what it names (whole log: {_keep(log)}), or build a known environment "
-                "with `make vllm-env`",
+                f"exit status {process.returncode}: {complaint}",
+                lacking[0]
+                if lacking
+                else f"correct what it names (whole log: {_keep(log)}), or "
+                "build a known environment with `make vllm-env`",
             )
         measured: dict[str, Any] = json.loads(result.read_text())
     for run in measured["runs"]:

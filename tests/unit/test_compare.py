@@ -64,6 +64,24 @@ def test_asks_for_plain_stock_and_routed_with_one_token_a_layer(served):
     assert all(r["prompts"] == [[1, 2], [3]] and r["max_tokens"] == 7 for r in state["asked"])
 
 
+def test_one_layer_is_served_stock_with_the_tokens_it_was_trained_for(served, tmp_path):
+    """It has nothing to route, and `mtp eval` predicted as many tokens."""
+    state, go = served
+    recipe = {"train": {"runtime": "stock", "num_speculative_tokens": 4}}
+    head = write_tiny_head(
+        tmp_path / "one", tmp_path / "base", num_layers=1, provenance={"recipe": recipe}
+    )
+    write_graft(plan_graft(tmp_path / "base", head), tmp_path / "grafted", overwrite=True)
+    (tmp_path / "eval.json").write_text(
+        json.dumps({"runtime": "stock", **AcceptanceCounts(4, 10, [9, 7, 4, 2]).as_dict()})
+    )
+    result = go()
+    asked = [(r["name"], r["num_speculative_tokens"]) for r in state["asked"]]
+    assert asked == [("plain", None), ("BF16/stock", 4)]
+    labels = [label for label, _ in compare.table_rows(result)]
+    assert labels == ["BF16 stock", "BF16 stock, predicted"]
+
+
 def test_rows_come_in_order_with_the_prediction(served):
     _, go = served
     result = go()
@@ -92,18 +110,3 @@ def test_an_engine_that_did_not_route_is_an_error(served):
     state["routed_layers"] = 0
     with pytest.raises(UserError, match="layer 0 at every position"):
         go()
-
-
-def test_one_layer_is_served_as_any_vllm_repeats_it(served, tmp_path):
-    """With the tokens a round that it was trained for; there is nothing to route."""
-    state, _ = served
-    base = write_base(tmp_path / "other", nested=False, prefix="model.", declared=1)
-    recipe = {"train": {"runtime": "stock", "num_speculative_tokens": 3}}
-    head = write_tiny_head(tmp_path / "one", base, num_layers=1, provenance={"recipe": recipe})
-    write_graft(plan_graft(base, head), tmp_path / "repeated")
-    result = compare.compare_runtimes(
-        {"one": tmp_path / "repeated"}, [], tmp_path, EvalRecipe(), vllm_python=Path("python")
-    )
-    asked = [(r["name"], r["num_speculative_tokens"], r.get("routing")) for r in state["asked"]]
-    assert asked == [("plain", None, None), ("one/stock", 3, False)]
-    assert [row["label"] for row in result["rows"]] == ["one stock"]

@@ -45,3 +45,15 @@ def test_a_failing_process_is_a_users_error(tmp_path):
 def test_a_missing_interpreter_is_a_users_error(tmp_path):
     with pytest.raises(UserError, match="make vllm-env"):
         run_probe(tmp_path / "nothing", [])
+
+
+@pytest.mark.parametrize(
+    ("module", "advice"), [("vllm", "--vllm-python"), ("mtp", "--no-deps"), ("x", "known")]
+)
+def test_what_the_environment_lacks_is_named_with_what_brings_it(tmp_path, module, advice):
+    python = tmp_path / "python-without-it"
+    complaint = f"raise ModuleNotFoundError(\"No module named '{module}'\")"
+    python.write_text(f"#!{sys.executable}\n{complaint}\n")
+    python.chmod(0o755)
+    with pytest.raises(UserError, match=f"No module named '{module}'.*{advice}"):
+        run_probe(python, [{"name": "a", "checkpoint": tmp_path}])
