@@ -86,18 +86,21 @@ def read_state(folder: Path) -> dict[str, Any]:
     """What `save_checkpoint` kept as JSON.
 
     Raises:
-        UserError: not a checkpoint, one of another version, or one with a shard cut short.
+        UserError: not a checkpoint, one of another version, or one that lost something.
     """
     contents = read_json(folder / STATE)
     expected, action = f"a whole checkpoint in {folder}", "remove that folder and resume again"
     if contents.get("schema_version") != SCHEMA_VERSION:
         found = f"schema_version {contents.get('schema_version')!r}"
         raise UserError(expected, found, "resume with the version that wrote it")
-    for name, size in contents["shards"].items():
+    shards, state = contents.get("shards"), contents.get("state")
+    if not isinstance(shards, dict) or not isinstance(state, dict):
+        raise UserError(expected, f"{STATE} without shards or state", action)
+    for name, size in shards.items():
         found_size = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found_size != size:
             raise UserError(expected, f"{name} of {found_size} bytes, not {size}", action)
-    return contents["state"]  # type: ignore[no-any-return]
+    return state
 
 
 def load_checkpoint(

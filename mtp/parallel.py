@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from graft.errors import UserError
+from graft.errors import UsageError, UserError
 from mtp.draft import Draft
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def start_processes(device: torch.device, tracker: str | None, folder: Path) -> 
     from accelerate.tracking import get_available_trackers
 
     if tracker is not None and tracker not in TRACKERS:
-        raise UserError(f"--tracker {' or '.join(TRACKERS)}", tracker, "choose one of them")
+        raise UsageError(f"--tracker {' or '.join(TRACKERS)}", tracker, "choose one of them")
     if tracker is not None and tracker not in map(str, get_available_trackers()):
         raise UserError(f"{tracker} to be installed", "none", f"run `pip install {tracker}`")
     # Said outright, because what `accelerate config` once wrote would hold instead.

@@ -7,7 +7,7 @@ import json
 import tomllib
 from typing import Any
 
-from graft.errors import UserError
+from graft.errors import UsageError, UserError
 
 
 def override(values: dict[str, Any], assignment: str) -> None:
@@ -23,7 +23,7 @@ def override(values: dict[str, Any], assignment: str) -> None:
     path, equals, text = assignment.partition("=")
     *tables, key = path.strip().split(".")
     if not equals or not tables or not all((*tables, key)):
-        raise UserError("--set TABLE.KEY=VALUE", repr(assignment), "write it in this form")
+        raise UsageError("--set TABLE.KEY=VALUE", repr(assignment), "write it in this form")
     for table in tables:
         values = values.setdefault(table, {})
         if not isinstance(values, dict):

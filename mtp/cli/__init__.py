@@ -49,14 +49,14 @@ app.add_typer(nano_app, name="nano")
 
 
 def main() -> None:
-    """Run the command; a user's mistake is one line on stderr and exit code 1."""
+    """Run the command; a user's mistake is one line on stderr and exit code 1 or 2."""
     # As Ctrl-C does: what is half-made is removed. Training finishes its step first (mtp.progress).
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         app()
     except UserError as error:
         print(f"mtp: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(error.exit_code)
     except OSError as error:  # a full disk, a file that may not be read: nothing to trace
         if error.errno is None or isinstance(error, BrokenPipeError):
             raise

@@ -198,13 +198,13 @@ def data_regenerate(
       mtp data regenerate --url http://localhost:8000/v1 --data traces.jsonl \\
         --out own.jsonl
     """
-    from graft.errors import UserError
+    from graft.errors import UsageError
     from mtp.data.regenerate import base_record, regenerate
     from mtp.data.render import THINKING
     from mtp.data.server import Server
 
     if thinking not in THINKING:
-        raise UserError("thinking 'keep' or 'strip'", repr(thinking), "fix --thinking")
+        raise UsageError("thinking 'keep' or 'strip'", repr(thinking), "fix --thinking")
     chosen = {
         "temperature": temperature,
         "top_p": top_p,

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from graft.errors import UserError
+from graft.errors import UsageError
 
 Base = Annotated[Path, typer.Option("--base", help="The base model's folder.")]
 Data = Annotated[Path, typer.Option("--data", help="Folder of `mtp data prepare`.")]
@@ -69,7 +69,7 @@ def parse_engine_options(text: str | None) -> dict[str, Any] | None:
     except json.JSONDecodeError:
         options = None
     if not isinstance(options, dict):
-        raise UserError(
+        raise UsageError(
             "a JSON object for --engine-options", text, "write '{\"tensor_parallel_size\": 2}'"
         )
     return options

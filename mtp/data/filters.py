@@ -10,7 +10,7 @@ import operator
 import re
 from typing import Any
 
-from graft.errors import UserError
+from graft.errors import UsageError, UserError
 from mtp.data.conversation import RowError
 
 _OPERATORS = {
@@ -34,7 +34,7 @@ class RowFilter:
         match = _CONDITION.match(condition)
         if match is None:
             expected = "a condition such as reward>=1 or metadata.kind=agent"
-            raise UserError(expected, repr(condition), "fix --where")
+            raise UsageError(expected, repr(condition), "fix --where")
         self._text = condition.strip()
         self._path = match.group(1).split(".")
         self._operator, self._wanted = match.group(2), match.group(3)

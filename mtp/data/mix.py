@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from graft.errors import UserError
+from graft.errors import UsageError, UserError
 from mtp.recipe import MixRecipe
 
 
@@ -57,7 +57,7 @@ def parse_weights(text: str) -> dict[str, float]:
         except ValueError:
             weight = 0.0
         if not name or name in weights or not weight:
-            raise UserError("weights such as code=0.6,agent=0.4", repr(text), "fix --mix")
+            raise UsageError("weights such as code=0.6,agent=0.4", repr(text), "fix --mix")
         weights[name] = weight
     return checked_weights(weights)
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from graft.errors import UserError
+from graft.errors import UsageError
 from graft.staging import staged_folder
 from mtp.data.conversation import UNKNOWN_LICENCE, Conversation, Document, printable
 from mtp.data.decontaminate import read_evaluation_sets
@@ -71,19 +71,19 @@ class Settings:
     def __post_init__(self) -> None:
         if self.max_length < MIN_TOKENS:
             found = str(self.max_length)
-            raise UserError(f"--max-length of at least {MIN_TOKENS}", found, "raise it")
+            raise UsageError(f"--max-length of at least {MIN_TOKENS}", found, "raise it")
         if not 0 <= self.held_out_percent < 100:
             found = str(self.held_out_percent)
-            raise UserError("a held-out percentage from 0 to 99", found, "change it")
+            raise UsageError("a held-out percentage from 0 to 99", found, "change it")
         if not 0 <= self.max_skip <= 1:
-            raise UserError("--max-skip from 0 to 1 (a share)", str(self.max_skip), "change it")
+            raise UsageError("--max-skip from 0 to 1 (a share)", str(self.max_skip), "change it")
         if self.near_duplicates not in NEAR_DUPLICATES:
             expected = f"--near-duplicates {', '.join(NEAR_DUPLICATES)}"
-            raise UserError(expected, repr(self.near_duplicates), "change it")
+            raise UsageError(expected, repr(self.near_duplicates), "change it")
         checked_weights(self.mix.weights)
         if self.scan is not None:
             if self.scan not in SCAN:
-                raise UserError(f"--scan {' or '.join(SCAN)}", repr(self.scan), "change it")
+                raise UsageError(f"--scan {' or '.join(SCAN)}", repr(self.scan), "change it")
             require_scanner()
 
     def as_dict(self) -> dict[str, Any]:

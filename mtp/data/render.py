@@ -15,7 +15,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from graft.errors import UserError
+from graft.errors import UsageError, UserError
 from mtp.data.conversation import Message, RowError
 from mtp.data.encode import Encoded, Encoder
 from mtp.data.literals import Literals
@@ -39,7 +39,7 @@ class Renderer:
 
     def __init__(self, tokenizer: Any, *, thinking: str = "keep", num_checked: int = 32) -> None:
         if thinking not in THINKING:
-            raise UserError("thinking 'keep' or 'strip'", f"{thinking!r}", "fix --thinking")
+            raise UsageError("thinking 'keep' or 'strip'", f"{thinking!r}", "fix --thinking")
         self.tokenizer = tokenizer
         self.thinking = thinking
         self.encoder = Encoder(tokenizer)

@@ -7,10 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
+from data_helpers import chat, make_base, write_jsonl
 from typer.testing import CliRunner
 
 import mtp
+from graft.errors import UserError
 from mtp.cli import app
+from mtp.teacher import pick_device
 
 COMMANDS = [
     (), ("data",), ("data", "prepare"), ("nano",), ("nano", "traces"), ("nano", "code"),
@@ -92,6 +95,32 @@ def test_a_missing_input_is_one_line_and_1(arguments, tmp_path, monkeypatch):
     line = result.stderr.strip()
     assert line.startswith("mtp: expected ") and "; found " in line and "\n" not in line
     assert not list(Path(tmp_path).iterdir())  # nothing half-written
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--thinking", "maybe"), ("--max-length", 0), ("--held-out-percent", 100),
+        ("--max-skip", 2), ("--near-duplicates", "some"), ("--scan", "all"), ("--mix", "code"),
+        ("--where", "reward"), ("--format", "xml"), ("--map", "a=b"),
+    ],
+    ids=lambda option: option[0],
+)  # fmt: skip
+def test_a_value_that_no_input_could_make_right_is_2(option, tmp_path):
+    """Where the inputs are as they should be, so that nothing else is wrong."""
+    base = make_base(tmp_path / "base", "qwen35")
+    source = write_jsonl(tmp_path / "a.jsonl", [chat(1)])
+    inputs = ("data", "prepare", "--base", base, "--source", source, "--out", tmp_path / "out")
+    result = run(*inputs, *option)
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
+    assert str(option[1]) in result.stderr
+
+
+@pytest.mark.parametrize(("name", "code"), [("gpu", 2), ("meta:x", 2), ("cuda:99", 1)])
+def test_an_unknown_device_is_2_and_a_missing_one_1(name, code):
+    with pytest.raises(UserError, match=f"a device of this machine; found '{name}'") as found:
+        pick_device(name)
+    assert found.value.exit_code == code
 
 
 def test_the_base_as_output_is_refused(random_base, tmp_path):

@@ -1,6 +1,7 @@
 """The run folder through kills, full disks and files that somebody changed."""
 
 import dataclasses
+import json
 import resource
 import shutil
 import sys
@@ -16,7 +17,7 @@ from training import tiny_recipe, write_training_base, write_training_data
 
 from graft.errors import UserError
 from mtp import run_folder
-from mtp.checkpoint import load_checkpoint
+from mtp.checkpoint import load_checkpoint, read_state
 from mtp.history import read_history
 from mtp.run_folder import check_run, open_run
 from mtp.train import train
@@ -110,6 +111,17 @@ def test_a_checkpoint_whose_header_is_broken_is_named(tmp_path):
     (tmp_path / "state-00001.safetensors").write_bytes(shard)
     with pytest.raises(UserError, match=r"state-00001.*remove that folder"):
         load_checkpoint(tmp_path, module, [])
+
+
+@pytest.mark.parametrize("lost", ["shards", "state"])
+def test_a_checkpoint_that_lost_its_state_is_named(tmp_path, lost):
+    contents = {"schema_version": 1, "shards": {}, "state": {"step": 1}}
+    (tmp_path / "state.json").write_text(json.dumps(contents))
+    assert read_state(tmp_path) == {"step": 1}
+    for damaged in (contents | {lost: None}, {k: v for k, v in contents.items() if k != lost}):
+        (tmp_path / "state.json").write_text(json.dumps(damaged))
+        with pytest.raises(UserError, match="without shards or state; remove that folder"):
+            read_state(tmp_path)
 
 
 @pytest.mark.parametrize("line", ['{"step": 3, "loss": 1.0}', '{"step": 1}', "3"])

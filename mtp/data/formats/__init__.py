@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from graft.errors import UserError
+from graft.errors import UsageError
 from mtp.data.conversation import Conversation, Document, Note, RowError
 from mtp.data.formats import (
     claude_code,
@@ -152,7 +152,7 @@ def recogniser(name: str | None = None, mapping: str | None = None) -> Recognise
         file_formats = tuple(f for f in FILE_FORMATS if f.name == name)
         if not formats and not file_formats:
             known = sorted({f.name for f in FORMATS} | {f.name for f in FILE_FORMATS})
-            raise UserError(f"a format: {', '.join(known)}", repr(name), "fix --format")
+            raise UsageError(f"a format: {', '.join(known)}", repr(name), "fix --format")
     if mapping is not None:
         formats = (_mapped(mapping), *formats)
     refusal = "unknown shape" if name is None else f"not of the format {name}"
@@ -171,6 +171,6 @@ def _mapped(mapping: str) -> Format:
         )
     if "prompt" not in keys or not set(keys) <= {"prompt", "response"} or "" in keys.values():
         expected = "--map prompt=KEY,response=KEY, prompt=KEY or text=KEY"
-        raise UserError(expected, repr(mapping), "name the keys of your rows")
+        raise UsageError(expected, repr(mapping), "name the keys of your rows")
     matches, read = pairs.mapped_pair(keys)
     return Format(name="mapped", matches=matches, read=read)
