@@ -100,7 +100,7 @@ class RestrictedVocabulary:
 class LossRecipe(LossTerms):
     """What is minimised.
 
-    temperature: of base and head in every term; that of serving.
+    temperature: of base and head in every term; below 1 for greedy serving (docs/training.md).
     lk_eta: how fast LK turns from KL to TV.
     position_decay: step k weighs decay**k, normalised to 1.
     position_weights: one a step, as they stand, instead of position_decay.

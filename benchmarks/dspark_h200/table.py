@@ -6,7 +6,7 @@
 Every engine is a process of its own with a KV cache of the same fixed size. Acceptance: vLLM's own
 counters over all prompts of `mtp eval`, greedy, so that its prediction is of the same prompts.
 Speed: alternated rounds (`routing_h200/timing.py`). Memory: what torch has reserved in the engine,
-weights, cache, CUDA graphs and buffers, above the engine without a draft. On a GPU not run yet.
+weights, cache, CUDA graphs and buffers, above the engine without a draft.
 """
 
 from __future__ import annotations

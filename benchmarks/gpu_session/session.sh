@@ -60,7 +60,7 @@ algorithms() {
      "$benchmarks/../recipes/hybrid/recipe.toml" > /tmp/algorithms.toml
    python3 "$benchmarks/quantize/algorithms.py" --base "$work/base" --data "$work/data" \
      --head "$work/heads/$head" --recipe /tmp/algorithms.toml \
-     --work /tmp/algorithms > "$out/algorithms.json" 2> "$out/algorithms.log"
+     --work /tmp/algorithms --out "$out/algorithms.json" > "$out/algorithms.log" 2>&1
    note "algorithms: $?")
 }
 pair_data() { # other text than the heads learn from, half of it to be asked
@@ -199,7 +199,7 @@ rest() {
 draft() {
   head=routed-kl-muon
   (export PYTHONPATH=$benchmarks/..:/tmp/site
-   python3 -m pytest -p no:cacheprovider -q tests/gpu/test_losses_cuda.py tests/unit/test_loss_kernels.py \
+   python3 -m pytest -p no:cacheprovider -q -rs tests/gpu/test_losses_cuda.py tests/unit/test_loss_kernels.py \
      > "$out/losses-cuda.log" 2>&1
    note "losses on the device: $?") &
   muon_step &

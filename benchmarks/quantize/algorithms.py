@@ -1,12 +1,13 @@
 """What each algorithm makes of a head: error of weights and of layer outputs, and acceptance.
 
     python benchmarks/quantize/algorithms.py --base BASE --data DATA --head HEAD --recipe RECIPE \
-        --work FOLDER > OUT.json
+        --work FOLDER --out OUT.json
 
 On a GPU all algorithms, on a CPU `max` alone. Weight error is relative, in Frobenius norm, over all
 experts of a layer; output error that of what the layer's step gives, on the calibration rows, both
 layers reading the unquantized chain's states. Acceptance is replayed on the same continuations for
 all, with the paired interval against BF16. An algorithm that raises is reported with its error.
+OUT.json is written anew after each.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def try_algorithm(
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("base", "data", "head", "work"):
+    for name in ("base", "data", "head", "work", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--recipe", type=Path)
     parser.add_argument("--scheme", choices=get_args(Scheme), default="w4a4")
@@ -122,7 +123,16 @@ def main() -> None:
     before = replay_head(teacher, source, text, num_steps, runtime)
     rows = calibration_rows(options.data, recipe.quantize.calibration_tokens)
     algorithms = get_args(Algorithm) if teacher.device.type == "cuda" else ("max",)
-    table = []
+    table: list[dict[str, Any]] = []
+    report = {
+        "schema_version": 1,
+        "scheme": options.scheme,
+        "device": str(teacher.device),
+        "device_name": torch.cuda.get_device_name() if teacher.device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "before": before.metrics,
+        "algorithms": table,
+    }
     for algorithm in algorithms:
         folder = options.work / algorithm
         shutil.rmtree(folder, ignore_errors=True)
@@ -134,16 +144,7 @@ def main() -> None:
             )
         except Exception as error:  # a row of the table, not the end of it
             table.append({"algorithm": algorithm, "error": f"{type(error).__name__}: {error}"})
-    report = {
-        "schema_version": 1,
-        "scheme": options.scheme,
-        "device": str(teacher.device),
-        "device_name": torch.cuda.get_device_name() if teacher.device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "before": before.metrics,
-        "algorithms": table,
-    }
-    print(json.dumps(report, indent=1))
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

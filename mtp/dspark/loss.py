@@ -142,5 +142,5 @@ def _chunk_terms(
         ),
         agrees=(log_chances.argmax(-1) == wanted).float(),
         sure=sure.detach().sigmoid(),
-        missed=1 - base.sum(-1),
+        missed=(1 - base.sum(-1)).clamp(min=0),  # which rounding leaves below zero
     )

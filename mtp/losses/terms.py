@@ -1,8 +1,7 @@
 """The terms of the loss, and what one token contributes to them, with gradients written out.
 
 p is the base's distribution of the target token, q the head's, both softmax(logits / T). p is
-constant. T is meant to be the temperature of serving, so it holds in every term, and KL is not
-scaled by T^2 as Hinton's is: all terms scale alike.
+constant. T holds in every term, and KL is not scaled by T^2 as Hinton's is: all terms scale alike.
 
 | term   | of one token                        | source |
 |--------|-------------------------------------|--------|

@@ -50,7 +50,7 @@ def build_draft_release(
         license_id: the Hub's licence identifier.
         license_file: becomes LICENSE.
         evaluation: report of `mtp eval --draft`.
-        served: report of benchmarks/dspark_h200, if it was served.
+        served: report of benchmarks/dspark_h200/table.py, if it was served.
         overwrite: replace an existing `out`.
 
     Returns:
@@ -62,10 +62,11 @@ def build_draft_release(
     """
     load_draft(draft, Checkpoint(base))
     require_licence(license_file)
+    report = _evaluation(evaluation, draft)
+    num_positions = len(report["cumulative"])
     card = render_draft_card(
-        draft, name=name, base_name=base_name, license_id=license_id,
-        evaluation=_evaluation(evaluation, draft),
-        served=None if served is None else _served(served),
+        draft, name=name, base_name=base_name, license_id=license_id, evaluation=report,
+        served=None if served is None else _served(served, draft, num_positions),
     )  # fmt: skip
     config = read_json(draft / CONFIG)
     config["speculators_config"]["verifier"]["name_or_path"] = base_name
@@ -82,23 +83,41 @@ def _evaluation(path: Path, draft: Path) -> dict[str, Any]:
     """The report of `mtp eval --draft` on these very weights."""
     report = read_report(path, "teacher_forced")
     _require_acceptance(report, path, "num_prompts")
+    _require_weights(report, path, draft)
+    return report
+
+
+def _served(path: Path, draft: Path, num_positions: int) -> tuple[str, dict[str, Any]]:
+    """vLLM's version, and what it counted of these very weights."""
+    report = read_report(path, "variants")
+    variants = report["variants"] if isinstance(report["variants"], dict) else {}
+    # Beside the draft there are the base alone and the MTP head.
+    found = [value for name, value in variants.items() if name.startswith("dspark")]
+    if "vllm_version" not in report or not found or not isinstance(found[0], dict):
+        raise UserError(
+            "a report of benchmarks/dspark_h200/table.py, with a draft that was served",
+            f"{path} without",
+            "name the right report",
+        )
+    metrics = found[0].get("acceptance") or {}
+    _require_acceptance(metrics, path)
+    _require_weights(found[0].get("predicted") or {}, path, draft)
+    if len(metrics["cumulative"]) != num_positions:
+        raise UserError(
+            f"as many positions served as evaluated, {num_positions}",
+            f"{path} with {len(metrics['cumulative'])}",
+            "serve and evaluate with the same num_speculative_tokens",
+        )
+    return report["vllm_version"], metrics
+
+
+def _require_weights(report: dict[str, Any], path: Path, draft: Path) -> None:
     if report.get("draft_sha256", digest := file_digest(draft / WEIGHTS)) != digest:
         raise UserError(
-            f"the evaluation of the draft in {draft}",
+            f"a report on the draft in {draft}",
             f"{path}, of other weights",
-            f"run `mtp eval --draft {draft} --report` again",
+            f"run `mtp eval --draft {draft} --report` again, and serve this one",
         )
-    return report
-
-
-def _served(path: Path) -> dict[str, Any]:
-    report = read_report(path, "dspark")
-    if not isinstance(report["dspark"], dict) or "vllm_version" not in report:
-        raise UserError(
-            "a report with dspark and vllm_version", f"{path} without", "name the right report"
-        )
-    _require_acceptance(report["dspark"], path)
-    return report
 
 
 def _require_acceptance(metrics: dict[str, Any], path: Path, *others: str) -> None:
@@ -130,7 +149,7 @@ def render_draft_card(
     base_name: str,
     license_id: str,
     evaluation: dict[str, Any],
-    served: dict[str, Any] | None,
+    served: tuple[str, dict[str, Any]] | None,
 ) -> str:
     """The card's text, front matter included."""
     from huggingface_hub import ModelCard, ModelCardData
@@ -148,7 +167,8 @@ def render_draft_card(
     )
     rows = [("predicted", evaluation)]
     if served is not None:
-        rows.append((f"served, vLLM {served['vllm_version']}", served["dspark"]))
+        version, metrics = served
+        rows.append((f"served, vLLM {version}", metrics))
     card = ModelCard.from_template(
         card_data,
         template_path=str(TEMPLATE),

@@ -96,6 +96,7 @@ def test_metrics_follow_their_definitions(rounds):
     metrics = counts.as_dict()
     assert metrics["mean_accepted"] == pytest.approx(sum(rounds) / len(rounds))
     assert metrics["acc_len"] == pytest.approx(1 + sum(rounds) / len(rounds))
+    assert metrics["num_draft_tokens"] == 4 * len(rounds)
     assert metrics["acc_rate"] == pytest.approx(sum(rounds) / (4 * len(rounds)))
     for k in range(4):
         at = sum(a > k for a in rounds)
@@ -120,3 +121,12 @@ def test_a_request_ends_at_its_end_token():
     wrong = [[0] * 12, [0] * 12]
     assert replay(wrong, tokens, 3, 8, frozenset({3})).num_drafts == 2
     assert replay(wrong, tokens, 3, 8).num_drafts == 7
+
+
+@pytest.mark.parametrize(("configured", "ends"), [(None, set()), (3, {3}), ([3, 5], {3, 5})])
+def test_every_end_token_of_the_base_ends_a_request(few_words_base, configured, ends):
+    """Qwen's generation configs name two: the end of a turn and the end of a text."""
+    teacher = Teacher.load(few_words_base, device="cpu")
+    teacher.model.generation_config.eos_token_id = configured
+    prompt = Prompt(id="0", category="chat", token_ids=(1, 2))
+    assert continue_prompts(teacher, [prompt], 2, 1).end_tokens == ends

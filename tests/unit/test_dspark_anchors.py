@@ -1,5 +1,6 @@
 """Which tokens are supervised: the traps of the public trainer, each with its own number."""
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -65,8 +66,12 @@ def test_draws_follow_from_seed_and_row_alone():
     first = blocks_of(text, max_anchors=5, seed=3, row=7)
     assert torch.equal(first.anchors, blocks_of(text, max_anchors=5, seed=3, row=7).anchors)
     assert first.anchors[0].tolist() == sorted(set(first.anchors[0].tolist()))
-    for other in ({"seed": 4, "row": 7}, {"seed": 3, "row": 8}):
-        assert not torch.equal(first.anchors, blocks_of(text, max_anchors=5, **other).anchors)
+    others = [
+        blocks_of(text, max_anchors=5, **other).anchors
+        for other in ({"seed": 4, "row": 7}, {"seed": 3, "row": 8})
+    ]
+    for one, other in itertools.combinations([first.anchors, *others], 2):
+        assert not torch.equal(one, other)  # nor is one row's draw the next one's at another step
 
 
 def test_rows_without_a_block_give_none_that_counts():

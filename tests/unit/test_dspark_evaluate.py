@@ -16,7 +16,7 @@ from dspark_tiny import TINY, random_draft
 from mtp.acceptance import Continuations, replay
 from mtp.data.prompts import Prompt
 from mtp.dspark.anchors import Blocks
-from mtp.dspark.evaluate import ForcedTable, Measured, measure
+from mtp.dspark.evaluate import ForcedTable, Measured, measure, validate
 from mtp.dspark.loss import SlotTerms
 from mtp.dspark.vocabulary import DraftVocabulary
 
@@ -87,10 +87,10 @@ def test_replay_counts_from_the_anchor_after_the_prompt(case):
     assert replay(drafts, tokens, PROMPT, 2).accepted_per_position == [1, 0, 0]
 
 
-def terms_of(tv, agrees, sure):
-    tv, agrees, sure = (torch.tensor(values) for values in (tv, agrees, sure))
+def terms_of(tv, agrees, sure, missed):
+    tv, agrees, sure, missed = (torch.tensor(values) for values in (tv, agrees, sure, missed))
     zeros = torch.zeros_like(tv)
-    return SlotTerms(ce=zeros, tv=tv, confidence=zeros, agrees=agrees, sure=sure, missed=zeros)
+    return SlotTerms(ce=zeros, tv=tv, confidence=zeros, agrees=agrees, sure=sure, missed=missed)
 
 
 def test_the_table_is_the_references_by_hand():
@@ -98,7 +98,12 @@ def test_the_table_is_the_references_by_hand():
     live = torch.tensor([[1, 1, 1], [1, 1, 0], [0, 0, 0]]).bool()
     table = ForcedTable(3)
     table.add(
-        terms_of([0.5, 0.2, 0.0, 0.1, 0.5], [1.0, 0.0, 1.0, 1.0, 1.0], [0.5, 0.9, 1.0, 0.9, 0.2]),
+        terms_of(
+            [0.5, 0.2, 0.0, 0.1, 0.5],
+            [1.0, 0.0, 1.0, 1.0, 1.0],
+            [0.5, 0.9, 1.0, 0.9, 0.28],
+            [0.1, 0.2, 0.0, 0.1, 0.5],
+        ),
         live,
     )
     found = table.as_dict()
@@ -108,12 +113,25 @@ def test_the_table_is_the_references_by_hand():
     assert found["greedy_accept_len"] == pytest.approx((1 + 1 + 1 + 2) / 2)
     assert found["accept_rate"] == pytest.approx((0.5 + 0.8 + 1 + 0.9 + 0.5) / 5)
     assert found["position_acc"] == pytest.approx([1.0, 0.5, 1.0])
+    assert found["position_accept_rate"] == pytest.approx([0.7, 0.65, 1.0])
     assert found["full_acc"] == pytest.approx(4 / 5)
-    assert found["confidence_abs_error"] == pytest.approx((0 + 0.1 + 0 + 0 + 0.3) / 5)
-    prefixes = (0.5 - 0.5) + (0.45 - 0.4) + (0.45 - 0.4) + (0.9 - 0.9) + (0.18 - 0.45)
+    assert found["missed_mass"] == pytest.approx(0.9 / 5)
+    assert found["confidence_abs_error"] == pytest.approx((0 + 0.1 + 0 + 0 + 0.22) / 5)
+    prefixes = (0.5 - 0.5) + (0.45 - 0.4) + (0.45 - 0.4) + (0.9 - 0.9) + (0.252 - 0.45)
     assert found["confidence_cumprod_bias"] == pytest.approx(prefixes / 5)
-    # Bins .5, .9 (two), 1 joins .9's bin, .2: only their sums need to agree.
-    assert found["calibration_error"] == pytest.approx((0 + abs(2.8 - 2.7) + abs(0.2 - 0.5)) / 5)
+    # Bins .5, .9 (two), 1 joins .9's bin, .28: only their sums need to agree.
+    assert found["calibration_error"] == pytest.approx((0 + abs(2.8 - 2.7) + abs(0.28 - 0.5)) / 5)
+    wanted = {"slots": 1, "confidence": pytest.approx(0.28), "accept_rate": pytest.approx(0.5)}
+    assert found["calibration"][2] == wanted
+    assert sum(bin["slots"] for bin in found["calibration"]) == 5
+
+
+def test_validation_takes_the_same_few_anchors_every_time(case):
+    measured, ids, states, _ = case
+    row = (3, ids, torch.ones(NUM_TOKENS, dtype=torch.bool), states)
+    first = validate(measured, [row, row], max_anchors=2)
+    assert first["num_blocks"] == 4
+    assert validate(measured, [row, row], max_anchors=2) == first
 
 
 def test_forced_terms_lie_where_their_slots_are(case):

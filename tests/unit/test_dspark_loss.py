@@ -105,7 +105,12 @@ def test_a_token_that_cannot_be_drafted_never_agrees_and_has_no_cross_entropy(ca
     terms = computed(case)
     assert bool(lost.any()) and not bool(lost.all())
     assert not terms.ce[lost].any() and bool((terms.ce[~lost] > 0).all())
-    assert not terms.agrees[lost].any()
+    blank = random_draft()  # whose most probable token is its first, wherever nothing is
+    with torch.no_grad():
+        blank.lm_head.weight.zero_()
+        blank.markov_head.markov_w2.weight.zero_()
+    for model in (case["model"], blank):
+        assert not computed(case, model=model).agrees[lost].any()
 
 
 def test_the_confidence_target_is_not_differentiated(case):

@@ -1,5 +1,6 @@
 """The draft's own release folder: what the card says, and which base it is for."""
 
+import gzip
 import json
 import shlex
 import sys
@@ -23,6 +24,8 @@ EVALUATION = {
     "teacher_forced": {},
     "validation": {"num_rows": 3, "accept_len": 2.25, "accept_rate": 0.5, "calibration_error": 0.1},
 }  # fmt: skip
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+H200_TABLE = RESULTS / "h200_2026-12-01c" / "dspark-table.json.gz"
 
 
 @pytest.fixture(scope="module")
@@ -88,15 +91,36 @@ def test_reports_that_lack_something_or_are_of_other_weights_are_refused(base, t
     with pytest.raises(UserError, match="of other weights"):
         release(draft, base, tmp_path / "out", EVALUATION | {"draft_sha256": "0" * 64})
     release(draft, base, tmp_path / "out", EVALUATION | {"draft_sha256": digest})
-    served, row = tmp_path / "served.json", {"mean_accepted": 1.25, "num_drafts": 9}
-    whole = {"vllm_version": "0.33.0", "dspark": row | {"cumulative": [0.7, 0.4, 0.15]}}
-    for broken in ({"dspark": whole["dspark"]}, whole | {"dspark": None}, whole | {"dspark": row}):
+
+
+def test_the_table_of_an_h200_is_what_served_takes(base, tmp_path):
+    """The raw report of a session; it is of other weights, and says so."""
+    draft, served = write_draft(tmp_path / "draft", base), tmp_path / "served.json"
+    report = json.loads(gzip.decompress(H200_TABLE.read_bytes()))
+    served.write_text(json.dumps(report))
+    with pytest.raises(UserError, match="of other weights"):
+        release(draft, base, tmp_path / "out", served=served)
+    found = report["variants"]["dspark"]
+    found["predicted"]["draft_sha256"] = file_digest(draft / "model.safetensors")
+    served.write_text(json.dumps(report))
+    with pytest.raises(UserError, match="as many positions"):
+        release(draft, base, tmp_path / "out", served=served)
+    seven = EVALUATION | {"cumulative": [0.8, 0.5, 0.2, 0.1, 0.1, 0.1, 0.1]}
+    release(draft, base, tmp_path / "out", seven, served=served)
+    assert "| served, vLLM 0.33.0 | 1.651 | 0.530 |" in (tmp_path / "out" / "README.md").read_text()
+    report["variants"] = {"dspark-eager": found}
+    served.write_text(json.dumps(report))
+    release(draft, base, tmp_path / "eager", seven, served=served)
+    for broken in (
+        {"variants": report["variants"]},
+        report | {"variants": None},
+        report | {"variants": {"dspark": None}},
+        report | {"variants": {"plain": {}}},
+        report | {"variants": {"dspark": {"acceptance": {"mean_accepted": 1.0}}}},
+    ):
         served.write_text(json.dumps(broken))
-        with pytest.raises(UserError, match="a report with"):
-            release(draft, base, tmp_path / "other", served=served)
-    served.write_text(json.dumps(whole))
-    release(draft, base, tmp_path / "other", served=served)
-    assert "| served, vLLM 0.33.0 | 1.250 |" in (tmp_path / "other" / "README.md").read_text()
+        with pytest.raises(UserError, match=r"a report (with|of)"):
+            release(draft, base, tmp_path / "other", seven, served=served)
 
 
 def test_the_serve_command_survives_a_shell(base, tmp_path):

@@ -109,6 +109,10 @@ def test_what_a_draft_starts_from(draft, base):
     torch.testing.assert_close(draft.model.lm_head.weight.detach(), lm_head[kept])
     norm = checkpoint.load("model.norm.weight").float()
     torch.testing.assert_close(draft.model.norm.weight.detach(), 1 + norm)
+    spreads = {"fc.weight": draft.model.config.initializer_range}
+    spreads |= {"markov_head.markov_w1.weight": 0.01}  # as speculators 0.9.0 starts it
+    for name, spread in spreads.items():
+        assert float(draft.model.get_parameter(name).std()) == pytest.approx(spread, rel=0.3), name
     assert len(kept) == 10
 
 
@@ -125,7 +129,8 @@ def test_a_run_that_was_stopped_and_resumed_ends_in_the_same_bytes(base, data, t
 
 def test_the_folder_reads_back_and_measures_as_it_did(base, data, trained):
     out, summary = trained
-    metrics = evaluate_folder(base, out, data, recipe_of(), device="cpu")
+    recipe = replace(recipe_of(), dspark=replace(SETTINGS, max_anchors=0))
+    metrics = evaluate_folder(base, out, data, recipe, device="cpu")
     for name in ("mean_accepted", "cumulative", "num_drafts"):
         assert metrics[name] == pytest.approx(summary["after"][name]), name
     forced, before = metrics["teacher_forced"], summary["after"]["teacher_forced"]
@@ -133,6 +138,8 @@ def test_the_folder_reads_back_and_measures_as_it_did(base, data, trained):
         assert forced[name] == pytest.approx(before[name]), name
     assert len(metrics["cumulative"]) == 3
     assert metrics["validation"]["num_rows"] == 3
+    # Of each row the last 13 of 40 tokens are supervised; the last 4 start no block.
+    assert metrics["validation"]["num_blocks"] == 3 * (13 - 4)
     assert 1 <= metrics["validation"]["accept_len"] <= 5
     assert summary["best_step"] in (4, 8, 12)
 
@@ -146,7 +153,7 @@ def test_blocks_of_one_and_a_vocabulary_as_large_as_the_bases(base, data, tmp_pa
     assert stored["lm_head.weight"].shape[0] == 16 and not {"d2t", "t2d"} & stored.keys()
     metrics = evaluate_folder(base, tmp_path / "one", data, recipe, device="cpu")
     assert len(metrics["cumulative"]) == 1
-    assert abs(metrics["teacher_forced"]["missed_mass"]) < 1e-5
+    assert 0 <= metrics["teacher_forced"]["missed_mass"] < 1e-5
     assert metrics["draft_sha256"] == file_digest(tmp_path / "one" / "model.safetensors")
 
 

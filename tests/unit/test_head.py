@@ -9,7 +9,7 @@ from graft.manifest import base_fingerprint
 from graft.plan import plan_graft
 from graft.reader import Checkpoint
 from graft.writer import write_graft
-from mtp.head import MTPHead, load_head, save_head
+from mtp.head import MTPHead, load_head, open_head, save_head
 from mtp.teacher import Teacher
 from mtp.warm_start import head_from_base
 from quantize.trunk import quantize_trunk
@@ -151,6 +151,14 @@ def test_save_and_load_give_the_same_head(head, random_base, tmp_path):
     loaded = load_head(tmp_path)
     for name, tensor in head.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor.to(torch.bfloat16).float()), name
+
+
+def test_a_head_of_another_base_is_refused(head, random_base, few_words_base, tmp_path):
+    base, other = Checkpoint(random_base), Checkpoint(few_words_base)
+    save_head(head, tmp_path, base_fingerprint=base_fingerprint(base), provenance={})
+    assert open_head(tmp_path, base).num_layers == 4
+    with pytest.raises(UserError, match=r"a head trained on .*few.*vocab_size"):
+        open_head(tmp_path, other)
 
 
 def test_another_family_is_refused():

@@ -20,6 +20,7 @@ OBJECTIVES = {
     "lk": Objective(lk=1.0),
     "e2e_tv": Objective(e2e_tv=1.0, temperature=1.7),
     "all": Objective(ce=0.3, kl=0.5, tv=0.7, lk=0.2, e2e_tv=0.4),
+    "ce and kl, scaled": Objective(ce=0.3, kl=0.5, temperature=0.6),
 }
 VOCABULARY = 5003  # two blocks and a part of one
 

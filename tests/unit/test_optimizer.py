@@ -79,4 +79,6 @@ def test_every_parameter_has_one_optimizer_and_routers_keep_adamw(random_base):
         assert not any(part in name for name in held(muon))
     stacked = {names[id(p)] for p in muon.param_groups[1]["params"]}
     assert stacked == {f"layers.{k}.mlp.experts.gate_up_proj" for k in range(2)}
+    assert [group["num_stacked"] for group in muon.param_groups] == [1, 2]
+    assert adamw.param_groups[0]["betas"] == (0.9, 0.95)  # Bebop's (arXiv 2606.12370)
     assert len(build_optimizers(head, TrainRecipe())) == 1

@@ -63,6 +63,11 @@ def test_bug_G1_max_steps_stops_at_exactly_that_step(place, tmp_path, steps):
     assert not summary["complete"]
 
 
+def test_more_steps_than_the_recipe_has_are_not_run(place, tmp_path):
+    summary = train(*place, tmp_path / "head", tiny_recipe(steps=3), max_steps=5)
+    assert summary["steps"] == 3 and summary["complete"]
+
+
 def test_a_run_stopped_and_resumed_twice_equals_one_that_was_not(place, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(*place, whole, tiny_recipe(steps=11), max_steps=10)
@@ -96,7 +101,8 @@ def test_bug_G4_the_head_of_highest_acceptance_is_written(place, tmp_path, monke
     monkeypatch.undo()
     train(*place, tmp_path / "two", tiny_recipe(steps=4, eval_every=0), max_steps=2)
     assert same(weights(tmp_path / "head"), weights(tmp_path / "two"))
-    assert HeadFolder(tmp_path / "head").metadata["provenance"]["step"] == 2
+    provenance = HeadFolder(tmp_path / "head").metadata["provenance"]
+    assert provenance["step"] == 2 and provenance["warm_start_mean_accepted"] == 0.1
 
 
 def test_patience_ends_training_on_a_plateau(place, tmp_path, monkeypatch):
@@ -127,9 +133,20 @@ def test_measuring_where_a_run_was_stopped_does_not_end_it_early(place, tmp_path
     assert same(weights(tmp_path / "head"), weights(tmp_path / "whole"))
 
 
-def test_measured_is_what_was_rounded_and_training_goes_on_in_float32(place, tmp_path):
+def test_measured_is_what_was_rounded_and_training_goes_on_in_float32(place, tmp_path, monkeypatch):
     """Evaluations must not change the weights that are trained."""
-    train(*place, tmp_path / "often", tiny_recipe(steps=7, eval_every=1), max_steps=6)
+    from mtp import draft
+
+    real, are_rounded = draft.measure, []
+
+    def measure(source, head, *args, **kwargs):
+        are_rounded.append(all(torch.equal(p, p.bfloat16().float()) for p in head.parameters()))
+        return real(source, head, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(draft, "measure", measure)
+        train(*place, tmp_path / "often", tiny_recipe(steps=7, eval_every=1), max_steps=6)
+    assert are_rounded[1:] == [True] * 6  # the first is the warm start
     train(*place, tmp_path / "never", tiny_recipe(steps=7, eval_every=0), max_steps=6)
     assert same(states(tmp_path / "often"), states(tmp_path / "never"))
     rounded = [v.to(torch.bfloat16).float() for v in states(tmp_path / "often").values()]
@@ -146,6 +163,12 @@ def test_accumulation_is_a_mean_over_targets_not_of_means(place, tmp_path):
         assert left["learning_rate"] == right["learning_rate"]
         assert left["tokens"] == right["tokens"]
     assert whole["steps"] == parts["steps"] == 12
+    records = history(tmp_path / "whole")
+    batches = StepBatches(load_prepared(place[1])["train"], tiny_recipe().train, min_length=4)
+    each = [batches.num_tokens(step) for step in range(12)]
+    assert whole["tokens"] == records[-1]["tokens"] == sum(each)
+    spent = [n / record["tokens_per_second"] for n, record in zip(each, records, strict=True)]
+    assert whole["seconds"] == pytest.approx(sum(spent))
 
 
 def test_activation_checkpointing_changes_nothing(place, tmp_path):
