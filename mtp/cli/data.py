@@ -229,6 +229,13 @@ def data_regenerate(
         overwrite=overwrite,
     )
     print(json.dumps(report.as_dict(), indent=1) if as_json else report.as_text())
+    if not (report.done or report.resumed):
+        # What the server refused is not asked again, so one with wrong options spoils the log.
+        raise UserError(
+            "an answer to keep",
+            "none, for the reasons above",
+            "correct the server's options or the sources, and start anew with --overwrite",
+        )
 
 
 @data_app.command("stats")

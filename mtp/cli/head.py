@@ -57,7 +57,9 @@ def train_command(
     max_steps: Annotated[
         int | None, typer.Option(min=1, help="Stop after so many optimizer steps.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an earlier run.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an earlier run, which --overwrite spares.")
+    ] = False,
     shard: Annotated[
         bool, typer.Option("--shard", help="Split the state among processes (FSDP2).")
     ] = False,

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from graft.errors import UserError
 from graft.index import read_json, write_json
-from graft.manifest import base_fingerprint, fingerprint_differences
+from graft.manifest import HEAD_METADATA, base_fingerprint, fingerprint_differences
 from graft.reader import Checkpoint
 from graft.tensor_file import save_tensors
 from mtp.dspark.config import DSparkConfig
@@ -107,6 +107,10 @@ def load_draft(folder: Path, base: Checkpoint | None = None) -> tuple[DSparkMode
     Raises:
         UserError: a broken folder, or a draft of another base.
     """
+    if (folder / HEAD_METADATA).is_file() and not (folder / CONFIG).exists():
+        raise UserError(
+            f"a DSpark draft's folder at {folder}", f"a head ({HEAD_METADATA})", "pass it as --head"
+        )
     config = from_json(read_json(folder / CONFIG), folder / CONFIG)
     if base is not None:
         _require_base(folder, config, base)

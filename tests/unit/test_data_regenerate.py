@@ -310,6 +310,22 @@ def test_a_refusal_is_not_tried_again_and_is_remembered(fake, client, tmp_path):
     assert len(fake.requests) == 3
 
 
+def test_a_command_that_kept_no_answer_fails(fake, tmp_path):
+    """A server without a tool parser refuses every row, and refusals are remembered."""
+    command = [
+        sys.executable, "-m", "mtp.cli", "data", "regenerate", "--url", fake.url,
+        "--data", chats(tmp_path / "a.jsonl", 2), "--out", tmp_path / "out.jsonl",
+    ]  # fmt: skip
+    fake.reply = lambda request: (400, {}, {"error": {"message": "no parser"}})
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1 and "2 HTTP 400: no parser" in done.stdout
+    assert "--overwrite" in done.stderr
+    fake.reply = lambda request: answer("ok")
+    done = subprocess.run([*command, "--overwrite"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and "written   2" in done.stdout
+    assert subprocess.run(command, capture_output=True, cwd=ROOT).returncode == 0  # nothing left
+
+
 def test_a_dead_server_ends_the_run_and_the_next_one_goes_on(fake, client, tmp_path):
     source, out = chats(tmp_path / "a.jsonl", 40), tmp_path / "out.jsonl"
     fake.reply = lambda r: answer("ok") if "Question 0" in str(r) else (503, {}, "")

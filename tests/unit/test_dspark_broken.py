@@ -41,6 +41,12 @@ def draft(base, tmp_path):
     return folder
 
 
+def test_the_folder_of_a_head_is_no_draft(draft):
+    (draft / "config.json").rename(draft / "head.json")
+    with pytest.raises(UserError, match=r"found a head \(head.json\); .*--head"):
+        load_draft(draft)
+
+
 @pytest.mark.parametrize(
     ("where", "key", "value", "found"),
     [
