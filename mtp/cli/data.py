@@ -198,7 +198,7 @@ def data_regenerate(
       mtp data regenerate --url http://localhost:8000/v1 --data traces.jsonl \\
         --out own.jsonl
     """
-    from graft.errors import UsageError
+    from graft.errors import UsageError, UserError
     from mtp.data.regenerate import base_record, regenerate
     from mtp.data.render import THINKING
     from mtp.data.server import Server
