@@ -97,7 +97,10 @@ def train_command(
         return
     work = f"{summary['steps']} steps, {summary['tokens']} tokens in {summary['seconds']:.0f} s"
     title = f"{out}: {work}; best at step {summary['best_step']}"
-    rows = [("warm start", summary["before"]), ("trained", summary["after"])]
+    before, after = summary["before"], summary["after"]
+    if after["mean_accepted"] < before["mean_accepted"]:
+        title += "; before training more was accepted"
+    rows = [("before", before), ("trained", after)]
     emit(summary, as_json, None, acceptance_table(rows, title))
 
 

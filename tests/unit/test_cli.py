@@ -147,3 +147,19 @@ def test_sigterm_removes_what_is_half_made(tmp_path):
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=30) == 128 + signal.SIGTERM
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("after", "said"), [(1.0, True), (2.0, False), (2.5, False)])
+def test_training_that_lost_acceptance_says_so(after, said, tmp_path, monkeypatch):
+    """The best head of a run may still be worse than where it began."""
+
+    def metrics(mean):
+        return {"mean_accepted": mean, "cumulative": [0.5], "acc_len": 1 + mean, "num_drafts": 9}
+
+    summary = {"steps": 3, "tokens": 9, "seconds": 1.0, "best_step": 2}
+    summary |= {"before": metrics(2.0), "after": metrics(after)}
+    monkeypatch.setattr("mtp.train.train", lambda *_, **__: summary)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["train", "--base", "base", "--data", "data", "--out", "out"])
+    assert ("before training more was accepted" in " ".join(result.output.split())) == said
+    assert "2.000" in result.output
