@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from dspark_tiny import write_draft
+from dspark_tiny import tiny_config, write_draft
 from training import write_training_base
 
 from graft.errors import UserError
 from graft.manifest import base_fingerprint, file_digest
 from graft.reader import Checkpoint
 from mtp.dspark.config import choose_mask_token, draft_rope
+from mtp.dspark.config_json import from_json, to_json
 from mtp.dspark.export import load_draft
 from mtp.release.draft import build_draft_release, fingerprint_digest
 
@@ -129,6 +130,19 @@ def test_the_serve_command_survives_a_shell(base, tmp_path):
     (line,) = [x for x in (out / "README.md").read_text().splitlines() if "vllm serve" in x]
     _, _, name, _, speculative = shlex.split(line)
     assert name == "my base" and json.loads(speculative)["model"] == "it's/mine"
+
+
+def test_a_config_json_reads_back_as_it_was_written(tmp_path):
+    """No number is the same as another, or as a default: none may take another's place."""
+    config = tiny_config(
+        vocab_size=61, draft_vocab_size=59, hidden_size=48, intermediate_size=100,
+        num_attention_heads=6, num_key_value_heads=3, head_dim=10, rms_norm_eps=3e-5,
+        initializer_range=0.3, max_position_embeddings=77, sliding_window=33, block_size=5,
+        aux_layers=(2, 7), mask_token_id=60, markov_rank=9,
+    )  # fmt: skip
+    values = to_json(config, verifier="base", verifier_architectures=["Qwen3_5MoeForCausalLM"])
+    assert from_json(json.loads(json.dumps(values)), tmp_path) == config
+    assert values["sample_from_anchor"] is True  # vLLM 0.33's own default is False
 
 
 def test_the_rotary_rule_of_a_partial_base():

@@ -15,6 +15,7 @@ from torch import nn
 
 from graft.errors import UserError
 from graft.formats import dequantize_nvfp4
+from quantize import packing
 from quantize.packing import WeightScales, fake_quantize, largest, pack
 
 
@@ -85,6 +86,22 @@ def test_bytes_and_scales_are_those_of_the_plain_rendering(drawn):
         assert torch.equal(packed.weight[expert], wanted)
         assert packed.weight_scale[expert].float().flatten().tolist() == scales
         assert torch.equal(packed.weight_scale_2[expert], scale_2)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("chosen", [False, True])
+def test_pieces_and_threads_change_nothing(num_threads, chosen, monkeypatch):
+    """Real experts take many pieces; 21 rows here, two a piece."""
+    weight = stack((3, 7, 80), torch.float32, 1.0, "normal", 2)
+    own = weight.unflatten(-1, (-1, 16)).abs().amax(-1)
+    scales = WeightScales(amax=largest(weight), block_amax=own * 0.8 if chosen else None)
+    whole = pack(weight, scales)
+    monkeypatch.setitem(packing.PIECE, "cpu", 160)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    pieces = pack(weight, scales)
+    assert torch.equal(pieces.weight, whole.weight)
+    assert torch.equal(bits(pieces.weight_scale), bits(whole.weight_scale))
 
 
 def test_the_comparison_sees_one_value_that_rounds_the_other_way():

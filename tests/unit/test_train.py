@@ -164,8 +164,10 @@ def test_accumulation_is_a_mean_over_targets_not_of_means(place, tmp_path):
         assert left["tokens"] == right["tokens"]
     assert whole["steps"] == parts["steps"] == 12
     records = history(tmp_path / "whole")
-    batches = StepBatches(load_prepared(place[1])["train"], tiny_recipe().train, min_length=4)
-    each = [batches.num_tokens(step) for step in range(12)]
+    rows = load_prepared(place[1])["train"]
+    batches = StepBatches(rows, tiny_recipe().train, min_length=4)
+    taken = [[i for part in batches.row_indices(step) for i in part] for step in range(12)]
+    each = [sum(map(len, rows[indices]["input_ids"])) for indices in taken]
     assert whole["tokens"] == records[-1]["tokens"] == sum(each)
     spent = [n / record["tokens_per_second"] for n, record in zip(each, records, strict=True)]
     assert whole["seconds"] == pytest.approx(sum(spent))
