@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from graft.errors import UserError
+from graft.errors import UsageError, UserError
 from mtp.data.rows import Rows
 
 HUB_PREFIX = "hub:"
@@ -56,7 +56,7 @@ def hub_rows(source: str) -> tuple[str, Rows]:
     options = dict(parse_qsl(query))
     expected = "hub:owner/name?config=...&split=...&revision=..."
     if not name or not set(options) <= set(_OPTIONS):
-        raise UserError(expected, source, "fix --source")
+        raise UsageError(expected, source, "fix --source")
     try:
         revision = options.get("revision") or _newest_revision(name)
         rows = load_dataset(

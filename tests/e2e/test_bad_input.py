@@ -1,4 +1,4 @@
-"""Bad input through the command line: one line, exit code 1, nothing half-written."""
+"""Bad input through the command line: one line, exit code 1 or 2, nothing half-written."""
 
 import json
 import shutil
@@ -21,12 +21,12 @@ def folder(tmp_path):
     return tmp_path
 
 
-def mtp_fails(capsys, monkeypatch, *arguments):
+def mtp_fails(capsys, monkeypatch, *arguments, code=1):
     """Run `mtp`, expect a user's error, and return its line."""
     monkeypatch.setattr(sys, "argv", ["mtp", *map(str, arguments)])
     with pytest.raises(SystemExit) as exit_:
         mtp.cli.main()
-    assert exit_.value.code == 1
+    assert exit_.value.code == code
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1, lines
     assert lines[0].startswith("mtp: expected ") and "; found " in lines[0]
@@ -187,7 +187,7 @@ def test_data_prepare_refuses_options_that_mean_nothing(
     (folder / "rows.jsonl").write_text("")
     line = mtp_fails(
         capsys, monkeypatch, "data", "prepare", "--base", random_base_with_tokenizer,
-        "--source", folder / "rows.jsonl", "--out", folder / "out", option, value,
+        "--source", folder / "rows.jsonl", "--out", folder / "out", option, value, code=2,
     )  # fmt: skip
     assert f"found {found}; " in line and option.removeprefix("--") in line
     assert not (folder / "out").exists()
